@@ -1,0 +1,35 @@
+# `make rehearsal` sets up and runs the main job on a CPU; `make test` sets up and passes the tests.
+# The lock asks for torch's CPU build by its local version, so that no GPU build is installed by accident; where pip's
+# own index does not carry it, add PyTorch's CPU index through PIP_EXTRA_INDEX_URL.
+
+PYTHON ?= python3.11
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+ARGS   ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup rehearsal test lint clean
+
+rehearsal: setup
+	$(BIN)/flashrl rehearse $(ARGS)
+
+test: setup lint
+	$(BIN)/pytest $(ARGS)
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: requirements-cpu.lock setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "the lock is for Python 3.11; set PYTHON=..."'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-cpu.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/pip check --disable-pip-version-check
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

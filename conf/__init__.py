@@ -1,0 +1,1 @@
+"""Configuration files, shipped as package data."""

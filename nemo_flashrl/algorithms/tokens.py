@@ -1,0 +1,103 @@
+"""What algorithms share: refusals of impossible input, and sums over the tokens of a trajectory.
+
+Legend as in `algorithm.py`; A = action tokens of one microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from nemo_flashrl.algorithms.algorithm import TokenBatch
+
+# A probability of 1 computed as logit - logsumexp comes out above 0 by the rounding of the logits: 8e-6 at 100.
+LOGPROB_TOLERANCE = 1e-5
+EXTREME_NATS = 20.0  # trainer and sampler this far apart on a token that was sampled: a fault, not a policy change
+LARGEST_RATIO = torch.finfo(torch.float32).max
+_SHOWN = 5  # offenders that an error message lists
+
+
+def check_number(name: str, value: float, lowest: float, highest: float) -> None:
+    """Refuse a setting that is not a number in [lowest, highest], with a ValueError that names it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not lowest <= value <= highest:
+        raise ValueError(f"{name} = {value!r}: must be a number from {lowest} to {highest}")
+
+
+def working_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if one of them is float64, else float32: what losses are computed in."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def check_batch(rewards: Tensor, action_counts: Tensor) -> None:
+    """Refuse an empty batch, a non-finite reward [B], or a trajectory without action tokens [B]."""
+    if rewards.numel() == 0:
+        raise ValueError("a batch needs at least one trajectory, got none")
+    if not torch.isfinite(rewards).all():
+        rows = _first(~torch.isfinite(rewards))
+        raise ValueError(f"rewards must be finite; trajectories {rows} have {rewards[rows].tolist()}")
+    if not (action_counts > 0).all():
+        raise ValueError(f"trajectories {_first(action_counts <= 0)} have no action token: drop them before training")
+
+
+def check_finite(name: str, values: Tensor, batch: TokenBatch) -> None:
+    """Refuse a value [N] that is not finite on an action token."""
+    bad = batch.action_mask & ~torch.isfinite(values)
+    if bad.any():
+        raise ValueError(f"{name} must be finite on action tokens; {_offenders(bad, values, batch.row)}")
+
+
+def check_logprobs(name: str, logprobs: Tensor, batch: TokenBatch) -> None:
+    """Refuse a log-prob [N] that is above 0, by more than rounding, or not finite on an action token."""
+    bad = batch.action_mask & ~(torch.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE))
+    if bad.any():
+        raise ValueError(
+            f"{name} must be finite and at most 0 on action tokens; {_offenders(bad, logprobs, batch.row)}"
+        )
+
+
+def check_ratios(name: str, difference: Tensor, used: Tensor, row: Tensor) -> None:
+    """Refuse exp(difference) [A], called `name`, that overflows float32 on a token where it is `used` (bool [A])."""
+    bad = used & (difference > math.log(LARGEST_RATIO))
+    if bad.any():
+        raise ValueError(f"{name} overflows float32; logarithms: {_offenders(bad, difference, row)}")
+
+
+def row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
+    """Sum `values` [A] over the tokens of each row, float64 [rows].
+
+    float64 because index_add on a GPU adds in any order: rounded back to float32, the result is the same every run.
+    """
+    return torch.zeros(rows, dtype=torch.float64, device=row.device).index_add_(0, row, values.double())
+
+
+def mismatch_stats(difference: Tensor) -> dict[str, Tensor]:
+    """How far trainer and sampler disagree, from their log-prob differences [A]: sums, and `*_max`."""
+    distance = difference.abs()
+    return {
+        "policy_tokens": scalar(torch.ones_like(distance).sum()),
+        "logprob_difference": scalar(distance.sum()),
+        "logprob_difference_max": largest(distance),
+        "extreme_tokens": scalar((distance > EXTREME_NATS).sum()),
+    }
+
+
+def scalar(value: Tensor) -> Tensor:
+    """A statistic as `Gate.stats` wants it: a detached float32 scalar."""
+    return value.detach().to(torch.float32)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The maximum of non-negative `values`, 0 where there are none."""
+    return scalar(values.max() if values.numel() else values.new_zeros(()))
+
+
+def _first(bad: Tensor) -> list[int]:
+    return bad.nonzero().flatten()[:_SHOWN].tolist()
+
+
+def _offenders(bad: Tensor, values: Tensor, row: Tensor) -> str:
+    tokens = _first(bad)
+    return f"rows {row[tokens].tolist()} have {values[tokens].tolist()}"

@@ -1,0 +1,14 @@
+"""Lightning callbacks: what happens around an optimizer step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {"WeightRefitCallback": "weight_refit", "RLMetricsCallback": "rl_metrics"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

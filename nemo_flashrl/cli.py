@@ -1,0 +1,100 @@
+"""The command line: `flashrl train`, `flashrl rehearse`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 refused with one line on stderr."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ValueError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: every process refuses the same
+            print(f"flashrl {options.command}: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if options.command != "rehearse":
+            raise
+        print(f"flashrl {options.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"flashrl {options.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flashrl", description="Train long-horizon agents on NeMo and Megatron by FlashREINFORCE or GRPO."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train by a configuration file; start it under torchrun for several processes",
+        description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x data parallel.",
+        epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2",
+    )
+    train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    train.set_defaults(run=_train)
+
+    rehearse = commands.add_parser(
+        "rehearse",
+        help="the whole path, small and real, on this machine's CPU",
+        description="Learn a multi-turn tool-calling task with the real NeMo trainer and a real Megatron model.",
+    )
+    rehearse.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    rehearse.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    rehearse.add_argument("--dp", type=_positive, default=1, metavar="N", help="data-parallel size (default 1)")
+    rehearse.add_argument("--algorithm", default="flash_reinforce", metavar="NAME", help="flash_reinforce | grpo")
+    rehearse.add_argument("--seed", type=int, default=0, metavar="N", help="of the warm start, the tasks and the run")
+    rehearse.add_argument(
+        "--output", type=Path, default=None, metavar="DIR", help="must not exist (default runs/rehearsal-<time>)"
+    )
+    rehearse.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for `flashrl train`")
+    rehearse.set_defaults(run=_rehearse)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from nemo_flashrl import config
+    from nemo_flashrl.train import train
+
+    checkpoint = train(config.load(options.config, options.overrides))
+    if os.environ.get("RANK", "0") == "0":
+        print(f"checkpoint written to {checkpoint}")
+    return 0
+
+
+def _rehearse(options: argparse.Namespace) -> int:
+    from nemo_flashrl.rehearsal.run import Rehearsal, default_output, rehearse
+
+    summary = rehearse(
+        Rehearsal(
+            output=options.output or default_output(),
+            tensor=options.tp,
+            pipeline=options.pp,
+            data=options.dp,
+            algorithm=options.algorithm,
+            seed=options.seed,
+            overrides=tuple(options.overrides),
+        )
+    )
+    print(summary.text())
+    return 0 if summary.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Collected batches -> what each rank's optimizer step runs, through NeMo's data sampler seam.
+
+rank 0: collect (B trajectories) -> weigh (global advantages and weights) -> plan microbatches for all ranks
+all   : receive this rank's microbatches -> MegatronStrategy runs them -> one optimizer step -> the batch is gone
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import lightning.pytorch as pl
+import torch
+from megatron.core import parallel_state
+from nemo.lightning.megatron_parallel import MegatronStep
+from nemo.lightning.pytorch.plugins.data_sampler import DataSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from nemo_flashrl import platform
+from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.data.length_batcher import LengthBatcher
+from nemo_flashrl.data.packing import pad_rows, truncate
+from nemo_flashrl.records import Batch
+
+Microbatch = dict[str, Tensor]
+Collect = Callable[[int], Batch]
+
+
+@dataclass
+class RankStep:
+    """One rank's share of an optimizer step."""
+
+    microbatches: list[Microbatch]
+    metrics: dict[str, float] = field(default_factory=dict)  # collector's and planner's; filled on every rank
+    batch: Batch | None = None  # on the collecting rank alone
+    error: BaseException | None = None  # why there is no step; raised on every rank
+
+
+class RolloutDataModule(pl.LightningDataModule):
+    """Yields one collected batch a training step.
+
+    Args:
+        collect: policy version -> Batch; called on global rank 0 only, None elsewhere.
+        algorithm: weighs the whole batch before it is split.
+        batcher: plans microbatches.
+        pad_multiple: rows are padded up to it (tensor and context parallel sizes).
+        lag: batches collected ahead of the one in training; 0 trains on-policy.
+        seed: orders microbatches.
+    """
+
+    def __init__(
+        self,
+        collect: Collect | None,
+        algorithm: Algorithm,
+        batcher: LengthBatcher,
+        *,
+        pad_multiple: int = 1,
+        lag: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.collect = collect
+        self.algorithm = algorithm
+        self.batcher = batcher
+        self.pad_multiple = pad_multiple
+        self.lag = lag
+        self.seed = seed
+        self.data_sampler = StepSampler()
+        self.last_step: RankStep | None = None  # what the metrics callback reads
+        self._queue: deque[Batch] = deque()
+
+    def train_dataloader(self) -> DataLoader:
+        """An endless loader; an element is one rank's share of one optimizer step."""
+        return DataLoader(_Steps(self), batch_size=None, num_workers=0)
+
+    def next_step(self, version: int) -> RankStep:
+        """Collect on rank 0, plan, and hand each rank its share. A collective over all ranks."""
+        world = torch.distributed.get_world_size()
+        owner = [0] * world  # the data-parallel rank of each global rank
+        torch.distributed.all_gather_object(
+            owner, parallel_state.get_data_parallel_rank(), group=platform.object_group()
+        )
+        shares: list[RankStep | None] = [None] * world
+        batch = None
+        if torch.distributed.get_rank() == 0:
+            try:
+                batch, steps = self._collect_and_plan(version)
+                shares = [steps[rank] for rank in owner]
+            except BaseException as error:  # noqa: BLE001 - the other ranks wait for a word, whatever happened
+                shares = [RankStep([], error=error)] * world
+        received: list[RankStep | None] = [None]
+        torch.distributed.scatter_object_list(received, shares, src=0, group=platform.object_group())
+        step = received[0]
+        if step.error is not None:
+            raise step.error
+        step.batch = batch
+        self.last_step = step
+        return step
+
+    def _collect_and_plan(self, version: int) -> tuple[Batch, list[RankStep]]:
+        started = time.perf_counter()
+        while len(self._queue) <= self.lag:
+            self._queue.append(self.collect(version))
+        batch = self._queue.popleft()
+        waited = time.perf_counter() - started
+        steps = plan_steps(
+            batch,
+            self.algorithm,
+            self.batcher,
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            pad_multiple=self.pad_multiple,
+            seed=self.seed + version,
+        )
+        for step in steps:
+            step.metrics["rollout_seconds"] = waited
+        return batch, steps
+
+
+def plan_steps(
+    batch: Batch, algorithm: Algorithm, batcher: LengthBatcher, *, dp_size: int, pad_multiple: int, seed: int
+) -> list[RankStep]:
+    """The share of every data-parallel rank: global weights first, then the split, which cannot change the loss."""
+    plan = batcher.plan([len(t.token_ids) for t in batch.trajectories], dp_size, seed=seed)
+    kept = [i for i, length in enumerate(plan.lengths) if length]
+    trajectories = {i: truncate(batch.trajectories[i], plan.lengths[i]) for i in kept}
+    advantages, weights = algorithm.weigh(
+        torch.tensor([trajectories[i].reward for i in kept], dtype=torch.float32),
+        torch.tensor([trajectories[i].action_count for i in kept]),
+        torch.tensor([trajectories[i].group for i in kept]),
+    )
+    place = {i: row for row, i in enumerate(kept)}
+    metrics = {**batch.metrics, **plan.metrics(), "advantage_std": float(advantages.std(unbiased=False))}
+    steps = []
+    for rank_plan in plan.ranks:
+        microbatches = []
+        for members in rank_plan:
+            rows = torch.tensor([place[i] for i in members], dtype=torch.int64)
+            failures = torch.tensor([trajectories[i].failed for i in members], dtype=torch.bool)
+            microbatches.append(
+                {
+                    **pad_rows([trajectories[i] for i in members], pad_multiple),
+                    "advantages": _rows_or_zero(advantages[rows]),
+                    "token_weights": _rows_or_zero(weights[rows]),
+                    "failures": _rows_or_zero(failures),
+                    "num_microbatches": torch.tensor(len(rank_plan)),
+                }
+            )
+        steps.append(RankStep(microbatches, dict(metrics)))
+    return steps
+
+
+def _rows_or_zero(values: Tensor) -> Tensor:
+    """A microbatch without trajectories is one row of padding."""
+    return values if len(values) else values.new_zeros(1)
+
+
+class _Steps(IterableDataset):
+    """Asks for the next step when the trainer does, never ahead of it."""
+
+    def __init__(self, data: RolloutDataModule) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[RankStep]:
+        while True:
+            yield self.data.next_step(self.data.trainer.global_step)
+
+
+class StepSampler(DataSampler):
+    """Gives MegatronStrategy the microbatches of each step in place of its fixed micro-batch size."""
+
+    dataloader_type = "single"
+
+    def setup(self, global_rank: int) -> None:
+        """Nothing to prepare: sizes are known only when a batch has been collected."""
+
+    def transform_dataloader(self, dataloader: DataLoader, consumed_samples: int = 0) -> DataLoader:
+        """The loader yields whole steps already."""
+        return dataloader
+
+    def on_megatron_step_start(self, step: MegatronStep) -> MegatronStep:
+        """Take one RankStep from the loader and turn it into this step's microbatches."""
+        rank_step, *_ = next(step.data)
+        device = platform.device()
+        microbatches = [{k: v.to(device) for k, v in m.items()} for m in rank_step.microbatches]
+        step.data = iter(microbatches)
+        step.num_microbatches = len(microbatches)
+        step.micro_batch_size, step.seq_length = microbatches[0]["tokens"].shape
+        return step

@@ -1,0 +1,1 @@
+"""What a run shows: its metrics, and what a person reads."""

@@ -1,0 +1,66 @@
+"""Sums of a step and its trajectories -> the numbers that `metrics.jsonl` holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_flashrl.records import Trajectory
+
+# what two runs of one seed may differ in
+TIMES = ("rollout_seconds", "train_seconds", "refit_seconds", "tokens_per_second")
+
+
+def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Means of what an algorithm reported as sums over the step; maxima pass through."""
+    rows = max(sums.get("rows", 0.0), 1.0)
+    tokens = max(sums.get("policy_tokens", 0.0), 1.0)
+    out = {"loss": sums["loss"], "policy_tokens": sums.get("policy_tokens", 0.0)}
+    if "admitted" in sums:
+        out["gate_acceptance"] = sums["admitted"] / rows
+        out["sequence_kl"] = sums["sequence_kl"] / rows
+        out["dropped_ratio_guard"] = sums["guarded"]
+        out["retained_tokens"] = sums["retained_tokens"]
+        out["extreme_tokens"] = sums["extreme_tokens"]
+        out["ratio_mean"] = sums["ratio"] / max(sums.get("admitted_tokens", sums["policy_tokens"]), 1.0)
+    else:
+        out["ratio_mean"] = sums["ratio"] / tokens
+    if "clipped_tokens" in sums:
+        out["clip_fraction"] = sums["clipped_tokens"] / tokens
+    if "logprob_difference" in sums:
+        out["logprob_difference"] = sums["logprob_difference"] / tokens
+    out.update({name: value for name, value in sums.items() if name.endswith("_max")})
+    return out
+
+
+def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Reward, success, lengths and turns of one batch."""
+    rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
+    lengths = np.array([len(t.token_ids) for t in trajectories])
+    actions = np.array([t.action_count for t in trajectories])
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "success": float(np.mean([not t.failed for t in trajectories])),
+        "turns": float(np.mean([t.turns for t in trajectories])),
+        "trajectory_tokens": float(lengths.mean()),
+        "response_tokens": float(actions.mean()),
+        "action_token_share": float(actions.sum() / lengths.sum()),
+    }
+
+
+def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
+    """One object a line, readable while the run goes on; a number that JSON cannot hold (NaN, inf) becomes null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    with path.open("a") as file:
+        file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a `metrics.jsonl`."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

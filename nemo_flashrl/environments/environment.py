@@ -1,0 +1,48 @@
+"""What the agent loop needs of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+Message = dict[str, str]  # {"role": ..., "content": ...}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer to one action; `reward` counts for this step, the episode's is their sum."""
+
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+    success: bool | None = None  # set on the last step where "solved" is known; else reward > 0 decides
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """One episode of a task. The class makes its tasks; an instance plays one of them.
+
+    A class declares its settings beside it as `Settings`, a dataclass with defaults, and is built as
+    `EnvironmentClass(settings)` once per episode.
+    """
+
+    Settings: type
+
+    @classmethod
+    def tasks(cls, settings: Any) -> Sequence[Any]:
+        """The training set: anything with a length and an index; an element is handed to `reset`."""
+        ...
+
+    async def reset(self, task: Any) -> list[Message]:
+        """Begin; the messages are the prompt."""
+        ...
+
+    async def step(self, action: str) -> StepResult:
+        """Answer the policy's decoded action."""
+        ...
+
+    async def close(self) -> None:
+        """Called once when the episode has ended, whatever ended it."""
+        ...

@@ -1,0 +1,1 @@
+"""Starting a run: processes here, jobs on a cluster."""

@@ -1,0 +1,140 @@
+"""What every pass over the output layer needs to know: the shard, the vocabulary, the temperature, the chunks.
+
+Legend: T = tokens, H = hidden size, V = rows of the vocabulary with padding, TP = tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .chunks import Chunk, plan_chunks
+from .products import Products
+from .tensor_parallel import shard_of
+
+DEFAULT_CHUNK_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """The settings all entry points share; see `fused_linear_logprob` for their meaning."""
+
+    tp_group: dist.ProcessGroup | None = None
+    vocab_size: int | None = None
+    temperature: float = 1.0
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    sequence_parallel: bool = False
+    reduce_hidden_gradient: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One rank's output layer, checked, with the tensors of one call."""
+
+    hidden: Tensor  # [T, H], or [T / TP, H] under sequence parallelism
+    products: Products  # holds this rank's rows of the true vocabulary, [V', H]
+    targets: Tensor  # int64 [T]
+    group: dist.ProcessGroup | None  # None where there is one rank
+    first_row: int  # vocabulary id of the shard's first row
+    num_shards: int  # of the hidden states
+    shard: int
+    temperature: float
+    chunk_tokens: int
+    reduce_hidden_gradient: bool
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.num_shards > 1
+
+    @property
+    def num_columns(self) -> int:
+        return self.products.weight.shape[0]
+
+    def chunks(self, selected: Tensor | None) -> list[Chunk]:
+        return plan_chunks(self.targets.numel(), self.chunk_tokens, selected, self.num_shards, self.shard)
+
+    def empty_logits(self, num_rows: int) -> Tensor:
+        return torch.empty(num_rows, self.num_columns, dtype=self.products.dtype, device=self.hidden.device)
+
+    def per_token(self, fill: float = 0) -> Tensor:
+        return torch.full((self.targets.numel(),), fill, dtype=self.products.dtype, device=self.hidden.device)
+
+    def columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets as columns of this shard, int64, clamped into it, and whether they are in it."""
+        columns = targets - self.first_row
+        owned = (columns >= 0) & (columns < self.num_columns)
+        return columns.clamp(0, max(0, self.num_columns - 1)), owned
+
+
+def make_head(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | None, options: HeadOptions) -> Head:
+    """Check what a user handed in and lay it out; ValueError names the field, the value and the remedy."""
+    rank, size = shard_of(options.tp_group)
+    num_shards = size if options.sequence_parallel else 1
+    _check_tensors(hidden, weight, targets, mask, num_shards)
+    _check_numbers(options)
+    num_rows = weight.shape[0]
+    vocab_size = num_rows * size if options.vocab_size is None else options.vocab_size
+    if not 1 <= vocab_size <= num_rows * size:
+        raise ValueError(
+            f"vocab_size={vocab_size}, but {size} shard(s) of {num_rows} rows hold {num_rows * size} rows: "
+            "give the true vocabulary size, between 1 and the rows of all shards"
+        )
+    _check_targets(targets, mask, vocab_size)
+    own_rows = min(max(vocab_size - rank * num_rows, 0), num_rows)
+    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return Head(
+        hidden=hidden.detach().contiguous(),
+        products=Products(weight.detach()[:own_rows], dtype),
+        targets=targets,
+        group=options.tp_group if size > 1 else None,
+        first_row=rank * num_rows,
+        num_shards=num_shards,
+        shard=rank if options.sequence_parallel else 0,
+        temperature=options.temperature,
+        chunk_tokens=options.chunk_tokens,
+        reduce_hidden_gradient=options.reduce_hidden_gradient,
+    )
+
+
+def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | None, num_shards: int) -> None:
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}: give [T, H] and [V, H] with the "
+            "same H; flatten [S, B, H] to [S * B, H]"
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: give both the same floating dtype")
+    if hidden.device != weight.device or hidden.device != targets.device:
+        raise ValueError(
+            f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}: put them on one device"
+        )
+    if targets.dim() != 1 or targets.dtype != torch.int64 or targets.numel() != hidden.shape[0] * num_shards:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)} and dtype {targets.dtype}: give int64 of "
+            f"{hidden.shape[0] * num_shards} ids, one for each row of hidden over {num_shards} shard(s)"
+        )
+    if mask is not None and (mask.shape != targets.shape or mask.dtype != torch.bool):
+        raise ValueError(f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: give bool [{targets.numel()}]")
+
+
+def _check_numbers(options: HeadOptions) -> None:
+    if not (math.isfinite(options.temperature) and options.temperature > 0):
+        raise ValueError(f"temperature={options.temperature}: give a finite number above 0; 1 leaves the logits alone")
+    if options.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={options.chunk_tokens}: give at least 1; {DEFAULT_CHUNK_TOKENS} is the default")
+
+
+def _check_targets(targets: Tensor, mask: Tensor | None, vocab_size: int) -> None:
+    wrong = (targets < 0) | (targets >= vocab_size)
+    if mask is not None:
+        wrong &= mask
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets[{place}]={int(targets[place])} is outside the vocabulary of {vocab_size}: give ids in "
+            f"[0, {vocab_size}), and leave other rows out with mask="
+        )

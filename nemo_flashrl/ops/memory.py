@@ -1,0 +1,60 @@
+"""What a pass over the output layer takes, on paper: pure arithmetic, used to plan a job before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """Bytes a tensor-parallel rank needs beyond hidden, weight and its `main_grad`, by what holds them."""
+
+    logits: int
+    hidden_gradient: int
+    weight_gradient: int
+    chunk_states: int
+    token_numbers: int
+    naive: int  # autograd over full logits, for comparison
+
+    @property
+    def peak(self) -> int:
+        return self.logits + self.hidden_gradient + self.weight_gradient + self.chunk_states + self.token_numbers
+
+
+def policy_head_memory(
+    tokens: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    tensor_parallel: int = 1,
+    chunk_tokens: int = 1024,
+    element_bytes: int = 2,
+    sequence_parallel: bool = True,
+    direct_weight_gradient: bool = True,
+) -> HeadMemory:
+    """Peak of the single pass, T = tokens of a microbatch, C = chunk_tokens, e = element_bytes, R = TP or 1:
+
+        logits            4 C V / TP               one chunk, fp32, whatever the weights are
+        hidden gradient   e T H / R                R = TP under sequence parallelism, else 1
+        weight gradient   0, or 4 V H / TP         0 where it is summed into main_grad
+        chunk states      C H (4 + e)              a chunk's hidden gradient in fp32, its scaled hidden states
+                        + C H (2 e + 4 / TP)       sequence parallel, TP > 1: this chunk's and the next one's hidden
+                                                   states gathered, the reduced gradient
+        token numbers     8 T                      log-probs, and the loss's own vector
+
+    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least.
+    """
+    ranks = tensor_parallel
+    shards = ranks if sequence_parallel else 1
+    chunk = min(chunk_tokens, tokens)
+    states = chunk * hidden_size * (4 + element_bytes)
+    if shards > 1:
+        states += chunk * hidden_size * (2 * element_bytes) + chunk * hidden_size * 4 // ranks
+    return HeadMemory(
+        logits=4 * chunk * vocab_size // ranks,
+        hidden_gradient=element_bytes * tokens * hidden_size // shards,
+        weight_gradient=0 if direct_weight_gradient else 4 * vocab_size * hidden_size // ranks,
+        chunk_states=states,
+        token_numbers=8 * tokens,
+        naive=2 * 4 * tokens * vocab_size // ranks,
+    )

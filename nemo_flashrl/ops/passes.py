@@ -1,0 +1,236 @@
+"""The walks over the output layer that the public functions are made of.
+
+Legend: T = tokens, C = rows of a chunk, n = live rows of a chunk, H = hidden size, V = this rank's vocabulary rows, y = target.
+
+With c = dL/dlogp and w = dL/dentropy of one token, e_v = exp(z_v - m) and S the sum of exponentials, relative to the same m,
+
+    dL/dz_v = c (1[v = y] - p_v) - w p_v (log p_v + entropy),        p_v = e_v / S
+
+The target's entry is taken out of e and added as a term of its own: c (1 - p_y) is then formed as -c expm1(log p_y), with
+no cancellation where p_y is near 1, whatever the precision of the products. What is left needs no further `[C, V]` pass:
+
+    dhidden = a * (e @ W) + t * W[y]         dW += e^T @ (a * hidden)        dW[y] += t * hidden
+    a = -c / (S temperature)                 t = -c expm1(log p_y) / temperature
+
+and with an entropy term e_v is weighted by c + w (log p_v + entropy) in the same pass that forms it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .chunks import Chunk
+from .head import Head
+from .softmax import ChunkStatistics, exponentials_, local_statistics, row_blocks, weighted_exponentials_
+from .tensor_parallel import HiddenGradient, StatisticsExchange, gathered_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStatistics:
+    """What the log-prob pass leaves for the gradient pass, each fp32 (fp64) `[T]`; rows outside the mask hold the fill."""
+
+    logprobs: Tensor  # fill 0
+    maximum: Tensor  # fill 0
+    exp_sum: Tensor  # fill 1
+    entropies: Tensor | None  # fill 0
+
+    def of(self, chunk: Chunk) -> ChunkStatistics:
+        maximum = chunk.take(self.maximum)
+        entropies = None if self.entropies is None else chunk.take(self.entropies)
+        return ChunkStatistics(chunk.take(self.logprobs), maximum, chunk.take(self.exp_sum, 1), maximum, entropies)
+
+
+@dataclass(slots=True)
+class ChunkLogits:
+    """A chunk between its logits and its gradient."""
+
+    chunk: Chunk
+    rows: Tensor | None  # hidden states [C, H]
+    matrix: Tensor  # [C, V] logits, or exp(logits - local maximum)
+    targets: Tensor  # int64 [C]
+    exchange: StatisticsExchange
+    statistics: ChunkStatistics | None = None  # once the exchange is over
+
+
+def walk(
+    head: Head, chunks: list[Chunk], buffer: Tensor | None, *, entropy: bool, keep_logits: bool
+) -> Iterator[ChunkLogits]:
+    """Each chunk with its logits' statistics under way.
+
+    `buffer` `[rows of the largest chunk, V]` is used for every chunk; None gives each chunk storage of its own.
+    """
+    for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
+        matrix = head.empty_logits(chunk.num_rows) if buffer is None else buffer[: chunk.num_rows]
+        head.products.logits(rows, 1 / head.temperature, matrix)
+        targets = chunk.take(head.targets)
+        columns, owned = head.columns(targets)
+        packed = local_statistics(matrix, columns, owned, entropy=entropy, keep_logits=keep_logits)
+        yield ChunkLogits(chunk, rows, matrix, targets, StatisticsExchange(*packed, head.group))
+
+
+def chunk_buffer(head: Head, chunks: list[Chunk]) -> Tensor:
+    return head.empty_logits(max((chunk.num_rows for chunk in chunks), default=0))
+
+
+def logprob_pass(head: Head, mask: Tensor | None, *, entropy: bool) -> TokenStatistics:
+    """One product. A chunk's exchange runs while the next chunk's logits are formed: they reuse one buffer."""
+    statistics = TokenStatistics(
+        head.per_token(), head.per_token(), head.per_token(1), head.per_token() if entropy else None
+    )
+
+    def store(chunk: Chunk, exchange: StatisticsExchange) -> None:
+        result = exchange.result()
+        chunk.put(statistics.logprobs, result.logprobs)
+        chunk.put(statistics.maximum, result.maximum)
+        chunk.put(statistics.exp_sum, result.exp_sum)
+        if entropy:
+            chunk.put(statistics.entropies, result.entropies)
+
+    chunks = head.chunks(mask)
+    before = None
+    for item in walk(head, chunks, chunk_buffer(head, chunks), entropy=entropy, keep_logits=False):
+        if before is not None:
+            store(*before)
+        before = (item.chunk, item.exchange)
+    if before is not None:
+        store(*before)
+    return statistics
+
+
+def gradient_pass(
+    head: Head, statistics: TokenStatistics, derivative: Tensor, entropy_derivative: Tensor | None, sums: GradientSums
+) -> None:
+    """Three products over the live rows only: those whose derivatives `[T]` are not both zero."""
+    live = derivative != 0
+    if entropy_derivative is not None:
+        live |= entropy_derivative != 0
+    chunks = head.chunks(live)
+    buffer = chunk_buffer(head, chunks)
+    for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
+        matrix = buffer[: chunk.num_rows]
+        head.products.logits(rows, 1 / head.temperature, matrix)
+        chunk_statistics = statistics.of(chunk)
+        slope = None if entropy_derivative is None else chunk.take(entropy_derivative)
+        if slope is None:
+            exponentials_(matrix, chunk_statistics.maximum)
+        sums.add(chunk, rows, matrix, chunk.take(head.targets), chunk_statistics, chunk.take(derivative), slope)
+
+
+class GradientSums:
+    """Gradients of hidden states and weight, summed over chunks. Rows with zero derivative never reach a product."""
+
+    def __init__(self, head: Head, *, hidden: bool, weight: bool, num_rows: int, grad_weight: Tensor | None = None):
+        """`num_rows` = rows of the weight shard, padding included; `grad_weight` fp32 `[num_rows, H]` is added to."""
+        self.head = head
+        shape, dtype = head.hidden.shape, head.hidden.dtype
+        # fp16 stops at 6e-8; these values are yet to be multiplied by the loss scale.
+        staged = head.products.dtype if dtype == torch.float16 else dtype
+        self.hidden = None
+        if hidden:
+            values = torch.zeros(shape, dtype=staged, device=head.hidden.device)
+            self.hidden = HiddenGradient(values, head.group, head.sequence_parallel, head.reduce_hidden_gradient)
+        self.weight = grad_weight
+        if weight and grad_weight is None:
+            self.weight = torch.zeros(num_rows, shape[1], dtype=head.products.dtype, device=head.hidden.device)
+        self._part = None
+
+    def add(
+        self,
+        chunk: Chunk,
+        rows: Tensor,
+        matrix: Tensor,
+        targets: Tensor,
+        statistics: ChunkStatistics,
+        derivative: Tensor,
+        entropy_derivative: Tensor | None,
+    ) -> None:
+        """Add one chunk: `rows` `[C, H]`; `matrix` `[C, V]` is exp(logits - local maximum), or the logits themselves with
+        an `entropy_derivative`; the others `[C]`. `matrix` is used up."""
+        live = derivative != 0 if entropy_derivative is None else (derivative != 0) | (entropy_derivative != 0)
+        num_live = int(live.sum())
+        if num_live == 0:
+            return
+        order = None if num_live == live.numel() else compact_(matrix, live, num_live)
+        matrix = matrix[:num_live]
+
+        def pick(values: Tensor) -> Tensor:
+            return values if order is None else values[order]
+
+        columns, owned = self.head.columns(pick(targets))
+        logprobs, derivative = pick(statistics.logprobs), pick(derivative)
+        local_maximum = pick(statistics.local_maximum)
+        log_share = local_maximum - pick(statistics.maximum) - pick(statistics.exp_sum).log()
+        share = log_share.exp()  # of one unit of the stored exponentials in the probability
+        target_factor = -torch.expm1(logprobs) * derivative
+        if entropy_derivative is None:
+            row_factor = -derivative * share
+        else:
+            # Entries are kept near 1 whatever the derivatives are, so that half precision holds them.
+            slope, entropies = pick(entropy_derivative), pick(statistics.entropies)
+            size = torch.maximum(derivative.abs(), slope.abs())
+            row_factor = -size * share
+            target_factor = target_factor - slope * logprobs.exp() * (logprobs + entropies)
+            constant = (derivative + slope * (log_share + entropies)) / size
+            if self.head.num_columns:
+                weighted_exponentials_(matrix, local_maximum, constant, slope / size)
+        scale = 1 / self.head.temperature
+        target_factor = torch.where(owned, target_factor * scale, 0)
+        self._add_products(chunk, order, pick(rows), matrix, columns, owned, row_factor * scale, target_factor)
+
+    def _add_products(self, chunk, order, rows, matrix, columns, owned, row_factor, target_factor) -> None:
+        products, num_columns = self.head.products, self.head.num_columns
+        if num_columns:
+            entries = matrix.gather(1, columns[:, None])
+            matrix.scatter_(1, columns[:, None], entries.masked_fill_(owned[:, None], 0))
+            matrix = products.operand(matrix)
+        if self.hidden is not None:
+            self.hidden.settle()
+            part = self._part_buffer(chunk.num_rows)[: rows.shape[0]]
+            if num_columns:
+                products.hidden_gradient(matrix, part)
+                part.mul_(row_factor[:, None])
+                for some in target_blocks(rows.shape[0]):
+                    part[some].addcmul_(products.weight[columns[some]], target_factor[some, None])
+            else:
+                part.zero_()
+            self.hidden.put(chunk, order, part)
+        if self.weight is not None and num_columns:
+            own = self.weight[:num_columns]
+            products.add_weight_gradient(matrix, rows, row_factor, own)
+            for some in target_blocks(rows.shape[0]):
+                own.index_add_(0, columns[some], rows[some] * target_factor[some, None])
+
+    def _part_buffer(self, num_rows: int) -> Tensor:
+        if self._part is None or self._part.shape[0] < num_rows:
+            width = self.head.hidden.shape[1]
+            self._part = torch.empty(num_rows, width, dtype=self.head.products.dtype, device=self.head.hidden.device)
+        return self._part
+
+    def finish(self) -> tuple[Tensor | None, Tensor | None]:
+        """(gradient of hidden, gradient of weight), in the dtypes they were summed in."""
+        self._part = None
+        if self.hidden is None:
+            return None, self.weight
+        self.hidden.settle()
+        return self.hidden.values, self.weight
+
+
+def target_blocks(num_rows: int) -> Iterator[slice]:
+    """Rows of the targets' own terms a few at a time: the terms of a whole chunk would be one more `[C, H]` fp32 matrix."""
+    return (slice(start, start + 256) for start in range(0, num_rows, 256))
+
+
+def compact_(matrix: Tensor, live: Tensor, num_live: int) -> Tensor:
+    """Bring the live rows of `[C, V]` to its front, moving as few as possible; returns which row now lies where, `[n]`."""
+    order = torch.arange(num_live, device=live.device)
+    holes = (~live[:num_live]).nonzero().squeeze(1)
+    movers = live[num_live:].nonzero().squeeze(1) + num_live
+    order[holes] = movers
+    if matrix.shape[1]:
+        for rows in row_blocks(matrix[: holes.numel()]):
+            matrix[holes[rows]] = matrix[movers[rows]]
+    return order

@@ -1,0 +1,292 @@
+"""The one door to hardware: what differs between a GPU node and a CPU, and what upstream needs to run on the latter.
+
+Nothing else in the package names a device type or a communication library. On a GPU `install` changes nothing
+but what a version shim needs. On a CPU it redirects the calls below, each with the upstream place that makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SUPPORTED_MEGATRON = ("0.15",)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One redirected attribute; `reason` names the upstream file and symbol that needs it."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    reason: str
+
+
+_undo: list[tuple[Any, str, Any]] = []
+
+
+def has_gpu() -> bool:
+    """True where a CUDA device is usable."""
+    return "cuda" in str(_true_device())
+
+
+@functools.cache
+def _true_device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device() -> torch.device:
+    """The device that this process trains on."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu() else torch.device("cpu")
+
+
+def accelerator() -> str:
+    """Lightning's name of it."""
+    return "gpu" if has_gpu() else "cpu"
+
+
+def backend() -> str:
+    """The collective library of torch.distributed."""
+    return "nccl" if has_gpu() else "gloo"
+
+
+def object_group() -> torch.distributed.ProcessGroup:
+    """A group over all ranks that carries Python objects through host memory; first called by all ranks together."""
+    return _host_group() if has_gpu() else torch.distributed.group.WORLD
+
+
+@functools.cache
+def _host_group() -> torch.distributed.ProcessGroup:
+    return torch.distributed.new_group(backend="gloo")
+
+
+def model_overrides() -> dict[str, Any]:
+    """Fields of a NeMo GPTConfig that this platform decides; Transformer Engine's layers need a GPU."""
+    if has_gpu():
+        return {}
+    from nemo.collections.llm.gpt.model.base import local_layer_spec
+
+    return {
+        "transformer_layer_spec": local_layer_spec,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "attention_softmax_in_fp32": True,
+        "async_tensor_model_parallel_allreduce": False,
+    }
+
+
+def make_strategy(**options: Any) -> Any:
+    """NeMo's MegatronStrategy as this package uses it.
+
+    NeMo's own progress printer is left out: it gathers timers over all ranks from rank 0 alone, which hangs the first
+    save of a job with several processes (nemo.lightning.pytorch.callbacks.progress_printer 2.7).
+    """
+    import nemo.lightning as nl
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    distributed = DistributedDataParallelConfig(
+        check_for_nan_in_grad=True, grad_reduce_in_fp32=True, use_distributed_optimizer=has_gpu()
+    )
+    return nl.MegatronStrategy(ddp=distributed, replace_progress_bar=False, process_group_backend=backend(), **options)
+
+
+def seed_model_parallel(seed: int) -> None:
+    """Seed dropout's generators for this rank's place; Megatron does it itself only where there is a GPU."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def install() -> None:
+    """Make NeMo and Megatron run here; idempotent, called before either is imported."""
+    if _undo:
+        return
+    _check_versions()
+    if has_gpu():
+        return
+    for patch in _torch_patches():
+        _apply(patch)
+    for patch in _upstream_patches():
+        _apply(patch)
+
+
+def uninstall() -> None:
+    """Put back what `install` redirected."""
+    while _undo:
+        owner, name, original = _undo.pop()
+        setattr(owner, name, original)
+
+
+def _apply(patch: Patch) -> None:
+    _undo.append((patch.owner, patch.name, getattr(patch.owner, patch.name)))
+    setattr(patch.owner, patch.name, patch.replacement)
+
+
+def _check_versions() -> None:
+    found = importlib.metadata.version("megatron-core")
+    if not found.startswith(SUPPORTED_MEGATRON):
+        raise ImportError(f"megatron-core {found} is installed; supported: {', '.join(SUPPORTED_MEGATRON)}.x")
+
+
+# --------------------------------------------------------------------------------------------- torch's own calls
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
+def _on_cpu(function: Callable) -> Callable:
+    """`function` with device="cuda" and pin_memory turned away."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _to_cpu(function: Callable) -> Callable:
+    """`Tensor.to` and `Module.to` with a CUDA target read as the CPU."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(self, *args, **kwargs)
+
+    return call
+
+
+class _NoStream:
+    """Stands for a stream or an event: there is one queue, and it is in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *args, **kwargs: None
+
+    def query(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+def _torch_patches() -> list[Patch]:
+    cpu = torch.device("cpu")
+    factories = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "as_tensor")
+    likes = ("zeros_like", "ones_like", "empty_like", "full_like")
+    patches = [
+        Patch(torch, name, _on_cpu(getattr(torch, name)), 'megatron.core and nemo.lightning: device="cuda" literals')
+        for name in factories + likes
+    ]
+    patches += [
+        Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to), 'nemo megatron_strategy.training_step: .to("cuda")'),
+        Patch(torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron.core.utils, schedules: Tensor.cuda()"),
+        Patch(torch.nn.Module, "cuda", lambda self, *a, **k: self, "nemo megatron_parallel.init_model_parallel"),
+    ]
+    calls: dict[str, tuple[Any, str]] = {
+        "current_device": (lambda: cpu, "megatron.core.tensor_parallel.layers, pipeline p2p: device of a new tensor"),
+        "set_device": (lambda *a: None, "nemo.lightning.pytorch.strategies.utils.init_model_parallel"),
+        "synchronize": (lambda *a: None, "megatron.core.timers, dist_checkpointing async saves"),
+        "empty_cache": (lambda: None, "nemo.lightning.megatron_parallel, checkpoint callbacks"),
+        "current_stream": (_NoStream, "megatron.core.distributed.param_and_grad_buffer"),
+        "default_stream": (_NoStream, "megatron.core.distributed"),
+        "stream": (_no_context, "nemo megatron_parallel.init_model_parallel: DDP on a side stream"),
+        "Stream": (_NoStream, "megatron.core.distributed, dist_checkpointing filesystem_async"),
+        "Event": (_NoStream, "megatron.core.distributed.param_and_grad_buffer"),
+        "get_rng_state": (lambda *a, **k: torch.get_rng_state(), "megatron.core.tensor_parallel.random: RNG tracker"),
+        "set_rng_state": (
+            lambda s, *a, **k: torch.set_rng_state(s),
+            "megatron.core.tensor_parallel.random: RNG tracker",
+        ),
+        "manual_seed": (lambda seed: torch.manual_seed(seed), "megatron.core.tensor_parallel.random: RNG tracker"),
+        "get_device_properties": (lambda *a: None, "megatron.core: device queries"),
+        "max_memory_allocated": (lambda *a: 0, "nemo.lightning memory logging"),
+        "memory_allocated": (lambda *a: 0, "nemo.lightning memory logging"),
+    }
+    patches += [Patch(torch.cuda, name, call, reason) for name, (call, reason) in calls.items()]
+    return patches
+
+
+# ------------------------------------------------------------------------------------------ Megatron's and NeMo's
+
+
+def _upstream_patches() -> list[Patch]:
+    from megatron.core.optimizer import optimizer
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from nemo.lightning import callback_group
+
+    patches = [
+        Patch(
+            TransformerConfig,
+            "__post_init__",
+            _without_gpu_kernels(TransformerConfig.__post_init__),
+            "megatron.core.transformer.transformer_config 0.15: NeMo's Llama and Mixtral configurations ask for "
+            "kernels of Transformer Engine in their defaults, which is refused before a caller can unset them",
+        ),
+        Patch(
+            optimizer,
+            "clip_grad_by_total_norm_fp32",
+            _clip_grad_by_total_norm,
+            "megatron.core.optimizer.clip_grads 0.15: asserts that gradients are torch.cuda.FloatTensor",
+        ),
+        Patch(
+            parallel_random,
+            "_set_cuda_rng_state",
+            lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+            "megatron.core.tensor_parallel.random 0.15: writes the state of a CUDA generator",
+        ),
+        Patch(
+            parallel_random,
+            "_get_cuda_rng_state",
+            lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+            "megatron.core.tensor_parallel.random 0.15: reads the state of a CUDA generator",
+        ),
+    ]
+    group = callback_group.CallbackGroup.get_instance()
+    patches.append(
+        Patch(group, "_callbacks", [], "nemo.lightning.callback_group 2.7: OneLogger raises on save unless configured")
+    )
+    return patches
+
+
+def _without_gpu_kernels(check: Callable) -> Callable:
+    @functools.wraps(check)
+    def call(self: Any) -> None:
+        self.apply_rope_fusion = False
+        self.persist_layer_norm = False
+        check(self)
+
+    return call
+
+
+def _clip_grad_by_total_norm(
+    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """Scale gradients in place to a total norm of at most `max_norm`, as upstream does on a GPU."""
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if coefficient >= 1.0:
+        return
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+        grad = parameter.decoupled_grad if use_decoupled_grad else parameter.grad
+        if grad is not None:
+            grad.mul_(coefficient)

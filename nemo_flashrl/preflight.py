@@ -1,0 +1,120 @@
+"""Everything that can be refused before a model is built: plug-ins, files and sizes of a configuration.
+
+Reads small files only, imports no NeMo. Each refusal is a ValueError of one line: field, value, remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_flashrl import algorithms, environments
+from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.config import PluginConfig, RunConfig, settings_of
+
+CHECKED_PROMPTS = 64
+
+
+@dataclass
+class Parts:
+    """What a configuration names, loaded and checked."""
+
+    algorithm: Algorithm
+    environment: type
+    environment_settings: Any
+    tasks: Sequence[Any]
+    tokenizer: Any
+    vocab_size: int
+    data_parallel: int
+
+
+def prepare(config: RunConfig, world_size: int) -> Parts:
+    """Load and check what `config` names for a run of `world_size` processes."""
+    if Path(config.output).exists():
+        raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")
+    data_parallel = _check_parallel(config, world_size)
+    hf_config = _read_model(config)
+    tokenizer = _load_tokenizer(config, hf_config["vocab_size"])
+    algorithm_class = _load(algorithms.load, config.algorithm, "algorithm")
+    algorithm = algorithm_class(settings_of(algorithm_class, config.algorithm.settings, "algorithm"))
+    if config.rollout.batch_size % algorithm.group_size:
+        raise ValueError(
+            f"rollout.batch_size={config.rollout.batch_size}: must be a multiple of the algorithm's "
+            f"group_size ({algorithm.group_size})"
+        )
+    if algorithm.needs_reference:
+        raise ValueError("algorithm.settings.kl_coefficient: no reference policy is configured; set it to 0")
+    environment = _load(environments.load, config.environment, "environment")
+    settings = settings_of(environment, config.environment.settings, "environment")
+    tasks = environment.tasks(settings)
+    if len(tasks) == 0:
+        raise ValueError(f"environment.name={config.environment.name!r} has no tasks: the prompt set is empty")
+    return Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel)
+
+
+def _load(loader: Any, plugin: PluginConfig, where: str) -> type:
+    try:
+        return loader(plugin.name)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{where}.name={plugin.name!r}: {error}") from error
+
+
+def _check_parallel(config: RunConfig, world_size: int) -> int:
+    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    if world_size % (tensor * pipeline):
+        raise ValueError(
+            f"parallel.tensor={tensor} x parallel.pipeline={pipeline} does not divide the {world_size} processes "
+            f"of this job: start a multiple of {tensor * pipeline}"
+        )
+    if config.parallel.sequence and tensor == 1:
+        raise ValueError("parallel.sequence=True needs parallel.tensor of 2 or more")
+    return world_size // (tensor * pipeline)
+
+
+def _read_model(config: RunConfig) -> dict[str, Any]:
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder"
+        )
+    try:
+        hf_config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
+    heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
+    for name, value in (("num_attention_heads", heads), ("num_key_value_heads", groups or heads)):
+        if value % config.parallel.tensor:
+            raise ValueError(f"parallel.tensor={config.parallel.tensor}: does not divide the model's {name} ({value})")
+    if hf_config["num_hidden_layers"] % config.parallel.pipeline:
+        raise ValueError(
+            f"parallel.pipeline={config.parallel.pipeline}: does not divide the model's num_hidden_layers "
+            f"({hf_config['num_hidden_layers']})"
+        )
+    limit = hf_config.get("max_position_embeddings", config.model.context_length)
+    if config.model.context_length > limit:
+        raise ValueError(
+            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {limit}"
+        )
+    return hf_config
+
+
+def _load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.path={config.model.path!r} holds no tokenizer that loads ({first})") from error
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
+            f"{vocab_size}: they are not of one model"
+        )
+    for token in config.rollout.stop:
+        if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+            raise ValueError(f"rollout.stop: {token!r} is no token of the tokenizer in {config.model.path!r}")
+    return tokenizer

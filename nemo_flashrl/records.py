@@ -1,0 +1,81 @@
+"""What flows through a run: a sampler's answer, a turn, a trajectory, a batch.
+
+Shapes: S = tokens of one trajectory, A = action tokens of one turn, O = observation tokens of one turn,
+B = trajectories of one batch. Log-probs are natural logarithms, aligned to the token that they score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+NO_VERSION = -1  # the policy version of a token that no policy sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an engine samples: the distribution is softmax(logits / temperature), never truncated."""
+
+    temperature: float = 1.0  # 0 means greedy
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0  # fixes this one request's randomness, whatever else is in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One answer of an engine; the sampled stop token is included, with its log-prob."""
+
+    token_ids: tuple[int, ...]  # [A]
+    logprobs: tuple[float, ...]  # [A], of the distribution that was sampled from (temperature applied)
+    versions: tuple[int, ...]  # [A], the policy version that sampled each token
+    finish_reason: str  # "stop" | "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action and what the environment answered; an episode's last turn has no observation."""
+
+    action: Generation
+    observation_ids: tuple[int, ...] = ()  # [O]
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One whole episode: the prompt, then turns of (action tokens, observation tokens)."""
+
+    prompt_index: int  # position in the prompt stream, counted over epochs: unique in a run
+    group: int  # trajectories of one prompt share it (GRPO); equal to prompt_index otherwise
+    token_ids: np.ndarray  # int64 [S]
+    action_mask: np.ndarray  # bool [S], True only where the policy sampled the token
+    behavior_logprobs: np.ndarray  # float32 [S], the sampler's; 0 where action_mask is False
+    versions: np.ndarray  # int32 [S], NO_VERSION where action_mask is False
+    reward: float
+    turns: int
+    end_reason: str  # "done" | "turn_limit" | "token_limit" | "environment_error" | ...
+    failed: bool  # the environment's word that the task was not solved; not the sign of an advantage
+    info: dict[str, Any] = field(default_factory=dict)  # what the environment wants in the trajectory log
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.token_ids), len(self.action_mask), len(self.behavior_logprobs), len(self.versions)}
+        assert len(lengths) == 1, f"per-token fields disagree in length: {sorted(lengths)}"
+
+    @property
+    def action_count(self) -> int:
+        return int(self.action_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the sampled tokens."""
+        return int(self.versions[self.action_mask].min()) if self.action_count else NO_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step is made of; B = len(trajectories)."""
+
+    trajectories: tuple[Trajectory, ...]
+    policy_version: int  # the trainer's version that will train on it
+    metrics: dict[str, float] = field(default_factory=dict)  # the collector's: waits, drops by reason, tokens/s

@@ -1,0 +1,239 @@
+"""Keeps episodes running and hands over a batch as soon as enough have ended.
+
+    PromptStream -> waiting samples -> episodes in flight -> ready groups -> chosen -> Batch
+                                            |                    |
+                              an exception stops the run         +-> dropped, counted by reason
+
+Who does not fit in this batch goes into the next one: nobody waits for a straggler. With `max_in_flight` up to
+`batch_size` the collector is synchronous: it begins as many episodes as a batch needs, all of them inside `collect`,
+so every token comes from the weights of that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_flashrl.environments.environment import Environment
+from nemo_flashrl.records import Batch, Sampling, Trajectory
+from nemo_flashrl.rollout.agent import Limits, run_episode
+from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.engine import Engine
+from nemo_flashrl.rollout.prompts import PromptStream
+
+Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
+
+
+class Collector:
+    """Makes batches of B = `batch_size` trajectories, `group_size` (G) of each prompt.
+
+    `sampling.max_tokens` bounds each action; `sampling` may be replaced between two batches and holds for the
+    episodes that begin later. One event loop runs it all; episodes in flight rest while the loop does.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        make_environment: Callable[[], Environment],
+        tasks: Sequence[Any],
+        tokenizer: Any,
+        prompts: PromptStream,
+        limits: Limits,
+        sampling: Sampling,
+        *,
+        batch_size: int,
+        group_size: int = 1,
+        max_in_flight: int,
+        max_staleness: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Raises:
+            ValueError: `batch_size` is no multiple of `group_size`, or a size below 1 (`max_staleness`: 0).
+        """
+        if min(batch_size, group_size, max_in_flight) < 1:
+            raise ValueError(f"{batch_size=}, {group_size=} and {max_in_flight=} must be at least 1")
+        if batch_size % group_size:
+            raise ValueError(f"{batch_size=} counts trajectories and must be a multiple of {group_size=}")
+        if max_staleness is not None and max_staleness < 0:
+            raise ValueError(f"{max_staleness=} must be at least 0, or None for no bound")
+        self.sampling = sampling
+        self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
+        self._codec, self._prompts, self._limits = Codec(tokenizer), prompts, limits
+        self._batch_size, self._group_size = batch_size, group_size
+        self._max_in_flight, self._max_staleness, self._seed = max_in_flight, max_staleness, seed
+        self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
+        self._running: set[asyncio.Task] = set()
+        self._partial: dict[int, dict[int, Trajectory]] = {}  # prompt index -> sample -> ended trajectory
+        self._ready: deque[Group] = deque()  # complete, in the order in which they were completed
+        self._chosen: list[Group] = []  # of the batch that is being collected
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._collecting = self._closed = False
+
+    async def collect(self, policy_version: int) -> Batch:
+        """The next batch, ordered by prompt index and sample number, for a trainer that is at `policy_version`.
+
+        A group with a trajectory older than `policy_version - max_staleness`, or without an action token, is dropped
+        and counted; its prompt is spent.
+
+        Raises:
+            RuntimeError: every group of several batches' worth was dropped, or the collector is closed.
+            Whatever an episode raised: an engine's error, a prompt that is too long.
+        """
+        if self._closed:
+            raise RuntimeError("the collector is closed")
+        started = time.perf_counter()
+        dropped: Counter[str] = Counter()
+        ends: Counter[str] = Counter()
+        self._collecting = True
+        try:
+            while len(self._chosen) * self._group_size < self._batch_size:
+                self._choose(policy_version, dropped, ends)
+                self._fill()
+                if len(self._chosen) * self._group_size < self._batch_size and not self._ready:
+                    await self._next_change()
+        finally:
+            self._collecting = False
+        chosen, self._chosen = self._chosen, []
+        for group in chosen:
+            self._prompts.finish(group[0].prompt_index)
+        trajectories = tuple(t for group in sorted(chosen, key=lambda g: g[0].prompt_index) for t in group)
+        metrics = _metrics(trajectories, policy_version, time.perf_counter() - started, dropped, ends)
+        metrics["episodes_in_flight"] = float(len(self._running))
+        return Batch(trajectories, policy_version, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The prompt stream's position; prompts whose trajectories were not handed over count as unfinished.
+
+        What `collect` has returned counts as used: save this state together with the weights trained on that batch.
+        """
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, before the first `collect`."""
+        assert not (self._running or self._waiting or self._partial or self._ready), "the collector has begun already"
+        self._prompts.load_state_dict(state)
+
+    async def close(self) -> None:
+        """Cancel what is in flight; each episode closes its environment."""
+        self._closed = True
+        for episode in self._running:
+            episode.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        self._changed.set()
+
+    def _choose(self, policy_version: int, dropped: Counter[str], ends: Counter[str]) -> None:
+        """Move ready groups into the batch until it is full; drop those that may not enter it."""
+        while self._ready and len(self._chosen) * self._group_size < self._batch_size:
+            group = self._ready.popleft()
+            ends.update(trajectory.end_reason for trajectory in group)
+            reason = self._reason_to_drop(group, policy_version)
+            if reason is None:
+                self._chosen.append(group)
+                continue
+            dropped[reason] += len(group)
+            self._prompts.finish(group[0].prompt_index)
+            # A sound run drops at most what was in flight when the policy moved on; more in a row never ends.
+            if not self._chosen and dropped.total() > self._max_in_flight + 4 * self._batch_size:
+                error = next((t.info["error"] for t in group if "error" in t.info), None)
+                raise RuntimeError(
+                    f"{dropped.total()} trajectories in a row were dropped ({dict(dropped)}) and none was usable"
+                    + (f"; the environment's last error: {error}" if error else "")
+                )
+
+    def _reason_to_drop(self, group: Group, policy_version: int) -> str | None:
+        if not all(trajectory.action_count for trajectory in group):
+            return "empty"
+        oldest = min(trajectory.oldest_version for trajectory in group)
+        if self._max_staleness is not None and oldest < policy_version - self._max_staleness:
+            return "too_old"
+        return None
+
+    def _fill(self) -> None:
+        """Begin episodes where there is room for them."""
+        while not (self._closed or self._failure) and self._has_room():
+            if not self._waiting:
+                prompt_index, task_index = self._prompts.next()
+                self._waiting.extend((prompt_index, task_index, sample) for sample in range(self._group_size))
+            prompt_index, task_index, sample = self._waiting.popleft()
+            episode = asyncio.get_running_loop().create_task(self._play(prompt_index, task_index, sample))
+            self._running.add(episode)
+            episode.add_done_callback(self._on_ended)
+
+    def _has_room(self) -> bool:
+        if len(self._running) >= self._max_in_flight:
+            return False
+        ready = len(self._ready) * self._group_size
+        if self._max_in_flight > self._batch_size:
+            return ready < self._batch_size  # a whole batch waits for the trainer: it is the slower side
+        ended = ready + len(self._chosen) * self._group_size + sum(len(group) for group in self._partial.values())
+        return self._collecting and len(self._running) + ended < self._batch_size
+
+    async def _play(self, prompt_index: int, task_index: int, sample: int) -> None:
+        trajectory = await run_episode(
+            self._engine,
+            self._make_environment(),
+            self._tasks[task_index],
+            self._codec,
+            self._limits,
+            self.sampling,
+            prompt_index=prompt_index,
+            sample=sample,
+            seed=self._seed,
+        )
+        group = self._partial.setdefault(prompt_index, {})
+        group[sample] = trajectory
+        if len(group) == self._group_size:
+            del self._partial[prompt_index]
+            self._ready.append([group[sample] for sample in range(self._group_size)])
+
+    def _on_ended(self, episode: asyncio.Task) -> None:
+        self._running.discard(episode)
+        if self._closed:
+            return
+        if episode.cancelled():
+            self._failure = self._failure or RuntimeError("an episode was cancelled from outside")
+        elif error := episode.exception():
+            self._failure = self._failure or error
+        self._fill()
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        """Wait until an episode has ended; raise what ended it, if it was an error."""
+        if self._failure is None and not self._closed:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise RuntimeError("the collector was closed")
+
+
+def _metrics(
+    trajectories: Sequence[Trajectory],
+    policy_version: int,
+    seconds: float,
+    dropped: Counter[str],
+    ends: Counter[str],
+) -> dict[str, float]:
+    """Numbers of one batch; `episodes_*` count the dropped ones too."""
+    actions = sum(t.action_count for t in trajectories)
+    ages = [policy_version - t.oldest_version for t in trajectories]
+    metrics = {
+        "rollout_seconds": seconds,
+        "rollout_tokens_per_second": actions / max(seconds, 1e-9),
+        "staleness_mean": sum(ages) / len(ages),
+        "staleness_max": float(max(ages)),
+        "turns": sum(t.turns for t in trajectories) / len(trajectories),
+        "action_token_share": actions / sum(len(t.token_ids) for t in trajectories),
+        "observations_truncated": float(sum(t.info.get("observations_truncated", 0) for t in trajectories)),
+    }
+    for reason in ("too_old", "empty"):
+        metrics[f"dropped_{reason}"] = float(dropped[reason])
+    for reason in sorted({"done", "turn_limit", "token_limit", "environment_error", *ends}):
+        metrics[f"episodes_{reason}"] = float(ends[reason])
+    return metrics

@@ -1,0 +1,221 @@
+"""From a configuration to a trained checkpoint.
+
+prompts -> Collector (rollout/) -> Batch (records.py) -> RolloutDataModule (data/)
+        -> PolicyModel + PolicyHead (models/) -> loss (algorithms/) -> optimizer step (NeMo, Megatron)
+        -> WeightRefitCallback (callbacks/) -> live shards as HF names (weights/) -> engine (rollout/) -> prompts
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nemo_flashrl import platform
+from nemo_flashrl.config import RunConfig
+from nemo_flashrl.preflight import Parts, prepare
+from nemo_flashrl.records import Sampling
+from nemo_flashrl.rollout.agent import Limits
+
+if TYPE_CHECKING:
+    import nemo.lightning as nl
+
+    from nemo_flashrl.models import PolicyModel
+    from nemo_flashrl.rollout.driver import RolloutDriver
+
+
+def train(config: RunConfig) -> Path:
+    """Run `config` in the processes that torchrun started; returns the exported Hugging Face folder.
+
+    Raises ValueError for what the configuration cannot mean, before anything is written.
+    """
+    parts = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
+    platform.install()
+    output = Path(config.output)
+    first = int(os.environ.get("RANK", "0")) == 0
+    model = build_model(config, parts)
+    driver = build_driver(config, parts) if first else None
+    data = build_data(config, parts, driver)
+    trainer = build_trainer(config, build_callbacks(config, parts, data, driver))
+    if first:
+        output.mkdir(parents=True)
+    try:
+        trainer.fit(model, datamodule=data)
+        export(config, parts, model, output / "checkpoint")
+    finally:
+        if driver is not None:
+            driver.close()
+    return output / "checkpoint"
+
+
+def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
+    """A NeMo model with the family's configuration, the algorithm's loss and Megatron's optimizer."""
+    import nemo.lightning as nl
+    from megatron.core.optimizer import OptimizerConfig
+
+    from nemo_flashrl.models import PolicyModel
+    from nemo_flashrl.models.families import nemo_config
+
+    nemo = nemo_config(
+        config.model.path,
+        context_length=config.model.context_length,
+        tensor_parallel=config.parallel.tensor,
+        pipeline_parallel=config.parallel.pipeline,
+        vocab_divisible_by=config.model.vocab_divisible_by,
+        dtype=_dtype(config),
+    )
+    optimizer = config.optimizer
+    return PolicyModel(
+        nemo,
+        parts.algorithm,
+        vocab_size=parts.vocab_size,
+        temperature=config.rollout.temperature,
+        chunk_tokens=config.model.head_chunk_tokens,
+        hf_folder=config.model.path,
+        seed=config.trainer.seed,
+        optim=nl.MegatronOptimizerModule(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optimizer.learning_rate,
+                adam_beta1=optimizer.beta1,
+                adam_beta2=optimizer.beta2,
+                weight_decay=optimizer.weight_decay,
+                clip_grad=optimizer.clip_gradient,
+                bf16=_dtype(config) == torch.bfloat16,
+                use_distributed_optimizer=platform.has_gpu(),
+            ),
+            nl.lr_scheduler.WarmupPolicyScheduler(warmup_steps=optimizer.warmup_steps, max_steps=config.trainer.steps),
+        ),
+    )
+
+
+def _dtype(config: RunConfig) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.precision]
+
+
+def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
+    """The engine, the prompts and the collector that feeds from both; on the collecting rank alone."""
+    from nemo_flashrl.rollout import TransformersEngine
+    from nemo_flashrl.rollout.collector import Collector
+    from nemo_flashrl.rollout.driver import RolloutDriver
+    from nemo_flashrl.rollout.prompts import PromptStream
+
+    rollout = config.rollout
+    engine = TransformersEngine(config.model.path)
+    collector = Collector(
+        engine,
+        lambda: parts.environment(parts.environment_settings),
+        parts.tasks,
+        parts.tokenizer,
+        PromptStream(len(parts.tasks), seed=config.trainer.seed),
+        episode_limits(config),
+        episode_sampling(config, parts),
+        batch_size=rollout.batch_size,
+        group_size=parts.algorithm.group_size,
+        max_in_flight=rollout.max_in_flight or rollout.batch_size,
+        max_staleness=rollout.max_staleness,
+        seed=config.trainer.seed,
+    )
+    return RolloutDriver(engine, collector)
+
+
+def episode_limits(config: RunConfig) -> Limits:
+    """What bounds an episode."""
+    rollout = config.rollout
+    return Limits(
+        max_turns=rollout.max_turns,
+        max_context=config.model.context_length,
+        max_observation_tokens=rollout.max_observation_tokens,
+        step_timeout=rollout.step_timeout,
+    )
+
+
+def episode_sampling(config: RunConfig, parts: Parts) -> Sampling:
+    """How an action is sampled; the end-of-sequence token always ends it."""
+    tokenizer, rollout = parts.tokenizer, config.rollout
+    stops = {tokenizer.convert_tokens_to_ids(token) for token in rollout.stop} | {tokenizer.eos_token_id} - {None}
+    return Sampling(
+        temperature=rollout.temperature, max_tokens=rollout.max_tokens_per_turn, stop_token_ids=tuple(sorted(stops))
+    )
+
+
+def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) -> Any:
+    """The data module that turns collected batches into microbatches."""
+    from nemo_flashrl.data import LengthBatcher, RolloutDataModule
+    from nemo_flashrl.data.length_batcher import BatchingSettings
+
+    multiple = config.parallel.tensor if config.parallel.sequence else 1
+    batcher = LengthBatcher(
+        BatchingSettings(
+            max_tokens_per_microbatch=config.batching.max_tokens_per_microbatch,
+            layout="padded",
+            multiple=multiple,
+            context_length=config.model.context_length,
+            context_margin=config.batching.context_margin,
+            on_too_long=config.batching.on_too_long,
+        )
+    )
+    return RolloutDataModule(
+        driver.collect if driver else None,
+        parts.algorithm,
+        batcher,
+        pad_multiple=multiple,
+        lag=config.rollout.lag,
+        seed=config.trainer.seed,
+    )
+
+
+def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutDriver | None) -> list[Any]:
+    """What acts around an optimizer step, in this order."""
+    from nemo_flashrl.callbacks import RLMetricsCallback, WeightRefitCallback
+
+    refit = WeightRefitCallback(driver, parts.vocab_size)
+    metrics = RLMetricsCallback(
+        Path(config.output), data, refit, parts.tokenizer, log_trajectories=config.trainer.log_trajectories
+    )
+    return [refit, metrics]
+
+
+def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
+    """NeMo's trainer with Megatron's strategy."""
+    import nemo.lightning as nl
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    bf16 = _dtype(config) == torch.bfloat16
+    trainer = nl.Trainer(
+        accelerator=platform.accelerator(),
+        devices=local,
+        num_nodes=world // local,
+        max_steps=config.trainer.steps,
+        strategy=platform.make_strategy(
+            tensor_model_parallel_size=config.parallel.tensor,
+            pipeline_model_parallel_size=config.parallel.pipeline,
+            sequence_parallel=config.parallel.sequence,
+            pipeline_dtype=_dtype(config),
+        ),
+        plugins=[nl.MegatronMixedPrecision(precision="bf16-mixed")] if bf16 else None,
+        logger=TensorBoardLogger(config.output, name="tensorboard", version=""),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+    )
+    trainer.callbacks.extend(callbacks)  # not through the constructor, which deep-copies its arguments, engines too
+    return trainer
+
+
+def export(config: RunConfig, parts: Parts, model: PolicyModel, target: Path) -> None:
+    """Write the policy as a Hugging Face folder; every rank takes part."""
+    from nemo_flashrl.weights.hf_folder import write_hf_folder
+    from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
+
+    stream = stream_hf_tensors(unwrap(model), parts.vocab_size)
+    if int(os.environ.get("RANK", "0")) == 0:
+        write_hf_folder(stream, config.model.path, target)
+    for _ in stream:
+        pass

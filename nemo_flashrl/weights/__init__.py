@@ -1,0 +1,1 @@
+"""Weights on the move: Hugging Face folder -> shards, live shards -> Hugging Face names, export."""

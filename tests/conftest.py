@@ -1,0 +1,14 @@
+"""Shared by all tests: one thread, and the helper modules of this folder on the path."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)

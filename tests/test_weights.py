@@ -1,0 +1,117 @@
+"""Hugging Face folder <-> shards: bit for bit, at every TP x PP; the folder that is written loads in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import torchrun
+from safetensors.torch import load_file, save_file
+from tiny import FAMILIES, write_model
+
+from nemo_flashrl.weights.hf_folder import HfTensors, write_hf_folder
+from nemo_flashrl.weights.mapping import Layout, Place, find_rule
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict[str, dict]:
+    root = tmp_path_factory.mktemp("weights")
+    folders = [
+        write_model(root / f"{family}-{tied}", family, tied=tied) for family in FAMILIES for tied in (False, True)
+    ]
+    torchrun(4, "weights.py", root / "report.json", *folders)
+    return json.loads((root / "report.json").read_text())
+
+
+def test_every_family_returns_bit_equal_at_every_parallel_size(report) -> None:
+    assert len(report) == 24  # 3 families x tied or not x 4 parallel sizes
+    for case, result in report.items():
+        assert result["names_equal"], case
+        assert result["bit_equal"], case
+
+
+def test_megatron_logits_equal_transformers(report) -> None:
+    differences = {case: r["logits_difference"] for case, r in report.items() if "logits_difference" in r}
+    assert len(differences) == 12
+    # 515 tokens are padded to 640 and 768 rows; logits are near 10 in size
+    assert max(differences.values()) < 1e-4, differences
+
+
+def test_gate_and_up_shards_are_deinterleaved() -> None:
+    """TP=2, F=2: rank 0 holds [gate_0; up_0], rank 1 [gate_1; up_1]; plain concatenation would mix them."""
+    rule = find_rule("decoder.layers.0.mlp.linear_fc1.weight")
+    layout = Layout(vocab_size=3, query_groups=1, heads_per_group=1, head_dim=1, tied=False)
+    shards = [torch.tensor([[1.0], [10.0]]), torch.tensor([[2.0], [20.0]])]
+    gate, up = rule.to_hf(shards, layout)
+    assert gate.tolist() == [[1.0], [2.0]]
+    assert up.tolist() == [[10.0], [20.0]]
+    back = rule.from_hf([gate, up], layout, Place(1, 2, torch.Size((2, 1))))
+    assert torch.equal(back, shards[1])
+
+
+def test_qkv_is_grouped_by_key_value_group() -> None:
+    """2 groups of 2 query heads, head size 1: rows q0 q1 k0 v0 | q2 q3 k1 v1."""
+    rule = find_rule("decoder.layers.3.self_attention.linear_qkv.weight")
+    layout = Layout(vocab_size=3, query_groups=2, heads_per_group=2, head_dim=1, tied=False)
+    shards = [torch.tensor([[0.0], [1.0], [100.0], [200.0]]), torch.tensor([[2.0], [3.0], [101.0], [201.0]])]
+    q, k, v = rule.to_hf(shards, layout)
+    assert q.flatten().tolist() == [0, 1, 2, 3]
+    assert k.flatten().tolist() == [100, 101]
+    assert v.flatten().tolist() == [200, 201]
+
+
+def test_an_unknown_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match="decoder.layers.0.mlp.router.weight"):
+        find_rule("decoder.layers.0.mlp.router.weight")
+
+
+def test_missing_and_torn_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no .safetensors file"):
+        HfTensors(tmp_path)
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="no tensor 'model.norm.weight'"):
+        HfTensors(tmp_path)["model.norm.weight"]
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+        HfTensors(tmp_path)
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", vocab_size=33)
+    tensors = load_file(source / "model.safetensors")
+    write_hf_folder(tensors.items(), source, tmp_path / "copy")
+    assert {p.name for p in (tmp_path / "copy").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "generation_config.json",
+    }
+    again = load_file(tmp_path / "copy" / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+    with pytest.raises(ValueError, match="never overwrites"):
+        write_hf_folder(tensors.items(), source, tmp_path / "copy")
+
+    def broken():
+        yield "model.norm.weight", torch.zeros(2)
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        write_hf_folder(broken(), source, tmp_path / "half")
+    assert [p.name for p in tmp_path.iterdir() if "half" in p.name] == []
+
+
+def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("nemo_flashrl.weights.hf_folder.MAX_SHARD_BYTES", 40_000)
+    source = write_model(tmp_path / "source", vocab_size=33)
+    tensors = load_file(source / "model.safetensors")
+    write_hf_folder(tensors.items(), source, tmp_path / "parts")
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors.values())
+    assert len(set(index["weight_map"].values())) > 2
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())

@@ -1,0 +1,73 @@
+"""One training step of the real trainer at the parallel sizes given; writes loss and gradients under HF names.
+
+usage: torchrun --nproc-per-node N parity.py MODEL TRAJECTORIES OUT key=value...
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from nemo_flashrl import platform
+from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.config import load
+from nemo_flashrl.preflight import Parts
+from nemo_flashrl.records import Batch
+from nemo_flashrl.train import build_data, build_model, build_trainer
+
+
+class Capture(pl.Callback):
+    """Keeps the step's loss, and its gradients before the optimizer touches them."""
+
+    def __init__(self, out: Path, vocab_size: int) -> None:
+        self.out, self.vocab_size, self.stats = out, vocab_size, {}
+
+    def on_megatron_reduce_microbatches_end(self, reduced, **_) -> None:
+        self.stats = {name: float(value) for name, value in reduced.items()}
+
+    def on_megatron_step_end(self, step, **_) -> None:
+        from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
+
+        model = unwrap(step.pipeline.module)
+        gradients = {n: t.clone() for n, t in stream_hf_tensors(model, self.vocab_size, lambda p: p.main_grad)}
+        everyone = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, self.stats)
+        if torch.distributed.get_rank() == 0:
+            stats = next(s for s in reversed(everyone) if s)
+            torch.save({"gradients": gradients, "stats": stats}, self.out)
+
+
+class Driver:
+    """Hands over trajectories that were made before."""
+
+    def __init__(self, path: str) -> None:
+        self.trajectories = pickle.loads(Path(path).read_bytes())
+
+    def collect(self, version: int) -> Batch:
+        return Batch(self.trajectories, version)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model_folder, trajectories, out, *overrides = sys.argv[1:]
+    config = load(
+        "rehearsal",
+        [f"output={Path(out).parent / 'unused'}", f"model.path={model_folder}", "trainer.steps=1", *overrides],
+    )
+    algorithm = FlashReinforce(FlashReinforceSettings())
+    parts = Parts(algorithm, object, None, [], None, vocab_size=int(os.environ["VOCAB_SIZE"]), data_parallel=1)
+    platform.install()
+    model = build_model(config, parts)
+    first = int(os.environ["RANK"]) == 0
+    data = build_data(config, parts, Driver(trajectories) if first else None)
+    trainer = build_trainer(config, [Capture(Path(out), parts.vocab_size)])
+    trainer.fit(model, datamodule=data)
+
+
+if __name__ == "__main__":
+    main()
