@@ -25,6 +25,7 @@ class ModelConfig:
     context_length: int = 4096  # tokens of one trajectory at most, prompt included
     vocab_divisible_by: int = 128  # the embedding is padded to a multiple of this times the tensor-parallel size
     head_chunk_tokens: int = 512  # tokens whose logits are alive at a time
+    head_logits_budget_mib: int = 64  # a microbatch whose logits fit is scored and trained in one pass
     precision: str = "bf16"  # "bf16" | "fp32"
 
 

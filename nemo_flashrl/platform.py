@@ -7,6 +7,7 @@ but what a version shim needs. On a CPU it redirects the calls below, each with 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -232,6 +233,7 @@ def _torch_patches() -> list[Patch]:
 def _upstream_patches() -> list[Patch]:
     from megatron.core.optimizer import optimizer
     from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
     from nemo.lightning import callback_group
 
@@ -242,6 +244,12 @@ def _upstream_patches() -> list[Patch]:
             _without_gpu_kernels(TransformerConfig.__post_init__),
             "megatron.core.transformer.transformer_config 0.15: NeMo's Llama and Mixtral configurations ask for "
             "kernels of Transformer Engine in their defaults, which is refused before a caller can unset them",
+        ),
+        Patch(
+            WrappedTorchNorm,
+            "__new__",
+            staticmethod(_norm_with_sequence_parallelism(WrappedTorchNorm.__new__)),
+            "megatron.core.transformer.torch_norm 0.15: torch's norms are refused under sequence parallelism",
         ),
         Patch(
             optimizer,
@@ -275,6 +283,21 @@ def _without_gpu_kernels(check: Callable) -> Callable:
         self.apply_rope_fusion = False
         self.persist_layer_norm = False
         check(self)
+
+    return call
+
+
+def _norm_with_sequence_parallelism(build: Callable) -> Callable:
+    """The norm itself is right on a shard of the sequence; its weight only has to say that its gradient is partial."""
+
+    @functools.wraps(build)
+    def call(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        whole = copy.copy(config)
+        whole.sequence_parallel = False
+        norm = build(cls, whole, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
 
     return call
 

@@ -55,7 +55,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
     import nemo.lightning as nl
     from megatron.core.optimizer import OptimizerConfig
 
-    from nemo_flashrl.models import PolicyModel
+    from nemo_flashrl.models import HeadSettings, PolicyModel
     from nemo_flashrl.models.families import nemo_config
 
     nemo = nemo_config(
@@ -70,9 +70,12 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
     return PolicyModel(
         nemo,
         parts.algorithm,
-        vocab_size=parts.vocab_size,
-        temperature=config.rollout.temperature,
-        chunk_tokens=config.model.head_chunk_tokens,
+        HeadSettings(
+            vocab_size=parts.vocab_size,
+            temperature=config.rollout.temperature,
+            chunk_tokens=config.model.head_chunk_tokens,
+            logits_budget_bytes=config.model.head_logits_budget_mib * 2**20,
+        ),
         hf_folder=config.model.path,
         seed=config.trainer.seed,
         optim=nl.MegatronOptimizerModule(

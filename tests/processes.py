@@ -1,25 +1,85 @@
-"""Real processes for the tests."""
+"""Real processes for the tests.
+
+NeMo takes a quarter of a minute to import. A fork server imports it once, and every rank of every test is forked
+from there; what the ranks then do over gloo is what ranks started by torchrun do.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import multiprocessing
 import os
-import subprocess
+import socket
 import sys
+import tempfile
+import traceback
 from pathlib import Path
+from typing import Any
 
-WORKERS = Path(__file__).parent / "workers"
+HERE = Path(__file__).parent
 
 
-def torchrun(processes: int, script: str, *arguments: object, timeout: float = 300, **environment: str) -> None:
-    """Run a worker script in `processes` processes; its output is shown when it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command += [str(WORKERS / script), *map(str, arguments)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preload"])
+    return context
+
+
+def run_ranks(processes: int, worker: str, *arguments: Any, timeout: float = 240) -> None:
+    """Call `main(*arguments)` of `workers/<worker>.py` in `processes` ranks; a rank's traceback fails the test."""
+    context = _server()
+    with tempfile.TemporaryDirectory() as logs, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        ranks = [
+            context.Process(target=_rank, args=(rank, processes, port, logs, worker, arguments))
+            for rank in range(processes)
+        ]
+        for rank in ranks:
+            rank.start()
+        failed = _wait(ranks, timeout)
+        output = "\n".join(f"--- rank {f.stem}\n{f.read_text()[-4000:]}" for f in sorted(Path(logs).iterdir()))
+        assert not failed, f"{worker}: ranks {failed} failed\n{output}"
+
+
+def _wait(ranks: list[Any], timeout: float) -> list[int]:
+    """Numbers of the ranks that did not end well; when one fails the others are ended, not waited for."""
+    waiting = dict(enumerate(ranks))
+    while waiting:
+        ready = multiprocessing.connection.wait([r.sentinel for r in waiting.values()], timeout)
+        ended = [n for n, r in waiting.items() if r.sentinel in ready]
+        failed = [n for n in ended if waiting[n].exitcode != 0]
+        if failed or not ready:
+            for rank in waiting.values():
+                rank.kill()
+            return failed or sorted(waiting)
+        for number in ended:
+            waiting.pop(number).join()
+    return []
+
+
+def _rank(rank: int, world: int, port: int, logs: str, worker: str, arguments: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="test",
     )
-    assert done.returncode == 0, done.stdout[-6000:]
+    with (Path(logs) / f"{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            try:
+                importlib.import_module(f"workers.{worker}").main(*arguments)
+            except BaseException:
+                traceback.print_exc()
+                log.flush()
+                os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,4 +1,4 @@
-"""Microbatch plans: nothing lost, budgets kept, ranks even; against plans by hand and the exact optima of small cases."""
+"""Microbatch plans: nothing lost, budgets kept, ranks even; against plans derived by hand."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import logging
 import math
 import subprocess
 import sys
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_flashrl.data.bin_packing import fewest_bins, lower_bound, round_up
+from nemo_flashrl.data.bin_packing import round_up
 from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher, Plan, token_cost
-from nemo_flashrl.data.row_grouping import RowGrouping
 
 LAYOUTS = ("packed", "padded")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
@@ -90,7 +88,7 @@ class TestPlansByHand:
         plan = batcher(20_000, linear_cost=1.0, quadratic_cost=1e-3).plan(lengths, dp_size=2)
         # 8000 costs 72000 and 1000 costs 2000: the long one alone, though 8000 tokens face 12000.
         assert shares(plan) == [[[1000] * 12], [[8000]]]
-        even_tokens = batcher(20_000, linear_cost=1.0, quadratic_cost=0.0).plan(lengths, dp_size=2)
+        even_tokens = batcher(20_000, linear_cost=1, quadratic_cost=0).plan(lengths, dp_size=2)
         assert shares(even_tokens) == [[[1000] * 10], [[1000] * 2 + [8000]]]
 
     def test_microbatches_of_a_rank_cost_the_same_where_they_can(self):
@@ -213,7 +211,7 @@ class TestProperties:
         assert plan.padding_share == pytest.approx(1 - sum(lengths) / run)
         aligned = sum(round_up(length, multiple) for length in lengths)
         empty = sum(multiple for rank in plan.ranks for places in rank if not places)
-        assert run - empty <= (aligned if layout == "packed" else aligned / 0.95)  # the padding limit
+        assert run - empty <= (aligned if layout == "packed" else max(sum(lengths) / 0.95, aligned / 0.975))
 
     @PROPERTY
     @given(**CASES)
@@ -250,84 +248,6 @@ class TestProperties:
     def test_the_seed_moves_equal_trajectories_and_microbatches(self):
         plans = {batcher(100).plan([50] * 12, dp_size=2, seed=seed).ranks for seed in range(20)}
         assert len(plans) == 20
-
-
-class TestBounds:
-    def test_a_bound_beyond_the_sum(self):
-        assert lower_bound(np.array([6, 6, 6, 1]), 10) == 3  # 19 tokens, but no two sixes fit
-        assert lower_bound(np.array([4, 4, 4, 4, 4, 4, 4]), 10) == 4  # 28 tokens, but two a bin
-        assert lower_bound(np.array([], dtype=np.int64), 10) == 0
-
-    @PROPERTY
-    @given(sizes=st.lists(st.integers(1, 24), min_size=1, max_size=9), capacity=st.integers(24, 40))
-    def test_the_exact_optimum_lies_between_bound_and_packing(self, sizes, capacity):
-        descending = np.sort(np.array(sizes))[::-1]
-        optimum = exact_bins(descending.tolist(), capacity)
-        assert lower_bound(descending, capacity) <= optimum
-        for num_ranks in (1, 3):
-            bin_of, num_bins, bound = fewest_bins(descending, capacity, num_ranks)
-            assert bound <= round_up(optimum, num_ranks) <= num_bins
-            assert np.bincount(bin_of, descending, num_bins).max() <= capacity
-
-    def test_a_packing_that_best_fit_misses(self):
-        # Best-fit decreasing opens a third bin; 5 + 3 + 2 and 4 + 4 + 2 fill two.
-        sizes = np.array([5, 4, 4, 3, 2, 2])
-        bin_of, num_bins, bound = fewest_bins(sizes, 10, num_ranks=1)
-        assert (num_bins, bound) == (2, 2)
-        assert np.bincount(bin_of, sizes).tolist() == [10, 10]
-
-    @PROPERTY
-    @given(
-        sizes=st.lists(st.integers(1, 60), min_size=1, max_size=12),
-        capacity=st.integers(1, 200),
-        share=st.sampled_from([0.0, 0.05, 0.3]),
-    )
-    def test_padded_groups_against_every_way_of_cutting(self, sizes, capacity, share):
-        descending = np.sort(np.array(sizes))[::-1]
-        fewest_tokens = exact_groups(descending.tolist(), capacity)  # number of groups -> tokens
-        grouping = RowGrouping(descending, capacity)
-        max_tokens = int(sum(sizes) / (1 - share))
-        needed = min(count for count, tokens in fewest_tokens.items() if tokens <= max_tokens)
-        found, bound = grouping.refined(max_tokens).fewest(max_tokens)
-        assert bound <= needed <= found
-        assert grouping.counts[-1] == min(fewest_tokens)
-        for count, tokens in fewest_tokens.items():
-            cuts = grouping.cuts(count)
-            assert len(cuts) == count + 1 and (cuts[0], cuts[-1]) == (0, len(sizes))
-            mine = sum((b - a) * descending[a] for a, b in pairwise(cuts))
-            assert tokens <= mine <= 1.01 * tokens
-
-
-def exact_bins(sizes: list[int], capacity: int) -> int:
-    best = len(sizes)
-
-    def place(i: int, rooms: tuple[int, ...]) -> None:
-        nonlocal best
-        if len(rooms) >= best:
-            return
-        if i == len(sizes):
-            best = len(rooms)
-            return
-        for b in range(len(rooms)):
-            if rooms[b] >= sizes[i]:
-                place(i + 1, tuple(sorted((*rooms[:b], rooms[b] - sizes[i], *rooms[b + 1 :]))))
-        place(i + 1, tuple(sorted((*rooms, capacity - sizes[i]))))
-
-    place(0, ())
-    return best
-
-
-def exact_groups(sizes: list[int], capacity: int) -> dict[int, int]:
-    """The fewest tokens for every number of groups, over all ways to cut the sorted rows."""
-    layers = [{0: 0}]  # groups so far -> rows so far -> tokens
-    for _ in sizes:
-        layer: dict[int, int] = {}
-        for i, tokens in layers[-1].items():
-            for j in range(i + 1, len(sizes) + 1):
-                if j - i == 1 or (j - i) * sizes[i] <= capacity:
-                    layer[j] = min(layer.get(j, 10**9), tokens + (j - i) * sizes[i])
-        layers.append(layer)
-    return {count: layer[len(sizes)] for count, layer in enumerate(layers) if len(sizes) in layer}
 
 
 class TestQuality:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import torchrun
+from processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_model
 
@@ -21,7 +21,7 @@ def report(tmp_path_factory) -> dict[str, dict]:
     folders = [
         write_model(root / f"{family}-{tied}", family, tied=tied) for family in FAMILIES for tied in (False, True)
     ]
-    torchrun(4, "weights.py", root / "report.json", *folders)
+    run_ranks(4, "weights", root / "report.json", *folders)
     return json.loads((root / "report.json").read_text())
 
 

@@ -48,6 +48,7 @@ class Algorithm(Protocol):
     Settings: type
     needs_entropy: bool
     needs_reference: bool
+    gates_trajectories: bool  # False: `gate` keeps the action mask whatever the log-probs, so one pass can do
     group_size: int  # rollouts per prompt; 1 where there are no groups
 
     def weigh(self, rewards: Tensor, action_counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:

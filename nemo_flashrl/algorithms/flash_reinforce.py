@@ -67,6 +67,8 @@ class FlashReinforce:
     def __init__(self, settings: FlashReinforceSettings = FlashReinforceSettings()) -> None:
         self.settings = settings
         self.needs_entropy = settings.negative_token_fraction < 1
+        thresholds = (settings.delta, settings.ratio_guard)
+        self.gates_trajectories = self.needs_entropy or any(math.isfinite(limit) for limit in thresholds)
 
     def weigh(self, rewards: Tensor, action_counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
         """A_i = R_i - mean R and 1 / (B T_i), float32 [B] each, over the whole batch; `groups` are not looked at.

@@ -63,6 +63,7 @@ class Grpo:
 
     Settings = GrpoSettings
     needs_entropy = False
+    gates_trajectories = False
 
     def __init__(self, settings: GrpoSettings = GrpoSettings()) -> None:
         self.settings = settings

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,16 @@ def _imbalance(bins: Bins, num_ranks: int) -> float:
     return _costliest_rank(bins, num_ranks) * num_ranks / float(bins.bin_costs.sum()) - 1
 
 
+def least_costliest_rank(costs: np.ndarray, num_ranks: int) -> float:
+    """A cost that the costliest rank cannot go below, whoever gets what; `costs` [n] descends.
+
+    Of the j * ranks + 1 costliest, some rank has j + 1, which cost at least as much as the j + 1 cheapest of them.
+    """
+    sums = np.concatenate(([0.0], np.cumsum(costs)))
+    j = np.arange(-(-len(costs) // num_ranks))  # those with j * ranks + 1 <= n
+    return float(max(sums[-1] / num_ranks, np.max(sums[j * num_ranks + 1] - sums[j * num_ranks - j], initial=0.0)))
+
+
 def arrange_packed(sizes: np.ndarray, costs: np.ndarray, capacity: int, num_ranks: int) -> Arrangement:
     """Bins whose sizes sum to at most `capacity`; costs even over the ranks first, over a rank's bins second.
 
@@ -57,6 +68,7 @@ def arrange_packed(sizes: np.ndarray, costs: np.ndarray, capacity: int, num_rank
     """
     fit_sizes = np.minimum(sizes, capacity)
     tight, num_bins, bound = fewest_bins(fit_sizes, capacity, num_ranks)
+    least = least_costliest_rank(costs, num_ranks) * (1 + _EVEN)
     best, rng = None, np.random.default_rng(0)
     for attempt in range(min(_MAX_STARTS, max(1, _START_WORK // max(1, len(sizes))))):
         shaken = costs * (1 + 0.3 * rng.random(len(sizes))) if attempt else costs
@@ -69,7 +81,7 @@ def arrange_packed(sizes: np.ndarray, costs: np.ndarray, capacity: int, num_rank
         even_out(bins, num_ranks)
         if best is None or _costliest_rank(bins, num_ranks) < _costliest_rank(best, num_ranks):
             best = bins
-        if len(sizes) == 0 or _imbalance(best, num_ranks) <= _EVEN:
+        if _costliest_rank(best, num_ranks) <= least:
             break
     _even_out_inside_ranks(best, num_ranks)
     return Arrangement(best.bin_of, best.bin_costs, bound)
@@ -82,7 +94,7 @@ def _even_out_inside_ranks(bins: PackedBins, num_ranks: int) -> None:
         inside = np.flatnonzero(bins.bin_of // per_rank == rank)
         first = rank * per_rank
         own = PackedBins(bins.sizes[inside], bins.costs[inside], bins.bin_of[inside] - first, per_rank, bins.capacity)
-        even_out(own, per_rank, tolerance=5e-3, partners=12 if len(bins.sizes) <= 512 else 3)
+        even_out(own, per_rank, tolerance=1e-2, partners=3)
         bins.bin_of[inside] = own.bin_of + first
         bins.bin_loads[first : first + per_rank] = own.bin_loads
         bins.bin_costs[first : first + per_rank] = own.bin_costs
@@ -134,10 +146,8 @@ def _spread(
     return bin_of
 
 
-def arrange_padded(
-    sizes: np.ndarray, cost: TokenCost, capacity: int, num_ranks: int, max_padding_share: float
-) -> Arrangement:
-    """Bins with rows * longest <= `capacity`: the fewest that keep the padding under `max_padding_share`.
+def arrange_padded(sizes: np.ndarray, cost: TokenCost, capacity: int, num_ranks: int, max_tokens: int) -> Arrangement:
+    """Bins with rows * longest <= `capacity`: the fewest that run no more than `max_tokens`, padding included.
 
     Rows of very different lengths cannot share a padded bin, so that few bins a rank may not be evened out. Then each
     rank gets up to three bins more, if that makes the costliest rank noticeably cheaper: the step ends when that rank
@@ -148,71 +158,71 @@ def arrange_padded(
         cost: of one row, padding included.
         capacity: tokens a bin holds.
         num_ranks: data-parallel ranks.
-        max_padding_share: padding / tokens run, of the padding that the grouping makes (not the rounding of a row).
+        max_tokens: at least the sum of the sizes.
     """
     if len(sizes) == 0:
         return Arrangement(np.zeros(0, dtype=np.int64), np.zeros(num_ranks), num_ranks)
-    max_tokens = int(sizes.sum() / (1 - max_padding_share))
     grouping = RowGrouping(sizes, capacity)
     fewest, fewest_bound = grouping.fewest(max_tokens)
     if round_up(fewest, num_ranks) > round_up(fewest_bound, num_ranks):
         grouping = grouping.refined(max_tokens)
         fewest, fewest_bound = grouping.fewest(max_tokens)
+    least = least_costliest_rank(cost.of(sizes), num_ranks) * (1 + _EVEN)
+    shares: list[_Share] = []
     best = None
     for extra in range(_MAX_EXTRA + 1):
         num_bins = round_up(fewest, num_ranks) + extra * num_ranks
-        bins = _evened_padded(grouping, cost, num_ranks, num_bins, max_tokens)
+        bins = PaddedBins(
+            sizes, cost, _dealt_groups(grouping, cost, num_ranks, num_bins), num_bins, capacity, max_tokens
+        )
+        even_out(bins, num_ranks)
+        if _imbalance(bins, num_ranks) > _UNEVEN:
+            shares = shares or _share_rows(sizes, cost, capacity, num_ranks)
+            bins = _cheaper_of_shares(bins, shares, num_ranks)
         if best is None or _costliest_rank(bins, num_ranks) < _costliest_rank(best, num_ranks) * (1 - _WORTH):
             best = bins
-        longest_alone = float(cost.of(sizes[0])) * (1 + _EVEN)  # no rank that has it costs less
-        if _imbalance(best, num_ranks) <= _TOLERATED or _costliest_rank(best, num_ranks) <= longest_alone:
+        if _imbalance(best, num_ranks) <= _TOLERATED or _costliest_rank(best, num_ranks) <= least:
             break
     return Arrangement(best.bin_of, best.bin_costs, round_up(fewest_bound, num_ranks))
 
 
-def _evened_padded(
-    grouping: RowGrouping, cost: TokenCost, num_ranks: int, num_bins: int, max_tokens: int
-) -> PaddedBins:
-    """Rows grouped over the whole batch and the groups dealt to the ranks, which pads least; or, where that leaves the
-    ranks uneven, rows dealt to the ranks and grouped there, if their costliest rank is then cheaper."""
-    sizes = grouping.sizes
+def _dealt_groups(grouping: RowGrouping, cost: TokenCost, num_ranks: int, num_bins: int) -> np.ndarray:
+    """Rows grouped over the whole batch, which pads least, and the groups dealt to the ranks."""
     bin_of = _groups_from_cuts(grouping.cuts(num_bins))
-    longest = sizes[np.searchsorted(bin_of, bin_of)]  # of each row's bin: its first
-    row_costs = cost.of(longest)
-    start = _deal(bin_of, np.bincount(bin_of, row_costs, num_bins), num_ranks)
-    best = PaddedBins(sizes, cost, start, num_bins, grouping.capacity, max_tokens)
-    even_out(best, num_ranks)
-    if _imbalance(best, num_ranks) <= _UNEVEN:
-        return best
-    start = _group_inside_ranks(sizes, cost, grouping.capacity, num_ranks, num_bins)
-    if start is None:
-        return best
-    other = PaddedBins(sizes, cost, start, num_bins, grouping.capacity, max_tokens)
-    even_out(other, num_ranks)
-    better = other.tokens() <= max_tokens and _costliest_rank(other, num_ranks) < _costliest_rank(best, num_ranks)
-    return other if better else best
+    longest = grouping.sizes[np.searchsorted(bin_of, bin_of)]  # of each row's bin: its first
+    return _deal(bin_of, np.bincount(bin_of, cost.of(longest), num_bins), num_ranks)
 
 
 def _groups_from_cuts(cuts: list[int]) -> np.ndarray:
     return np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
 
 
-def _group_inside_ranks(
-    sizes: np.ndarray, cost: TokenCost, capacity: int, num_ranks: int, num_bins: int
-) -> np.ndarray | None:
-    """Rows dealt by their cost, longest first, and grouped inside each rank; None if a rank has too few bins."""
-    per_rank = num_bins // num_ranks
+class _Share(NamedTuple):
+    """The rows of one rank, grouped by themselves."""
+
+    rows: np.ndarray  # int64, places in `sizes`
+    grouping: RowGrouping
+
+
+def _share_rows(sizes: np.ndarray, cost: TokenCost, capacity: int, num_ranks: int) -> list[_Share]:
+    """Rows dealt one by one, longest first, each to the cheapest rank."""
     rank_costs, rank_of = np.zeros(num_ranks), np.zeros(len(sizes), dtype=np.int64)
     for i, row_cost in enumerate(cost.of(sizes).tolist()):
         rank_of[i] = rank = int(rank_costs.argmin())
         rank_costs[rank] += row_cost
-    bin_of = np.zeros(len(sizes), dtype=np.int64)
-    for rank in range(num_ranks):
-        inside = np.flatnonzero(rank_of == rank)
-        if len(inside) == 0:
-            continue
-        grouping = RowGrouping(sizes[inside], capacity)
-        if grouping.counts[-1] > per_rank:
-            return None
-        bin_of[inside] = _groups_from_cuts(grouping.cuts(per_rank)) + rank * per_rank
-    return bin_of
+    shares = (np.flatnonzero(rank_of == rank) for rank in range(num_ranks))
+    return [_Share(rows, RowGrouping(sizes[rows], capacity)) for rows in shares]
+
+
+def _cheaper_of_shares(bins: PaddedBins, shares: list[_Share], num_ranks: int) -> PaddedBins:
+    """Bins made inside each rank's share, if there are enough for that and the costliest rank is cheaper, or `bins`."""
+    per_rank = len(bins.bin_costs) // num_ranks
+    if any(share.grouping.counts[-1] > per_rank for share in shares):
+        return bins
+    start = np.zeros(len(bins.sizes), dtype=np.int64)
+    for rank, (rows, grouping) in enumerate(shares):
+        start[rows] = _groups_from_cuts(grouping.cuts(per_rank)) + rank * per_rank
+    other = PaddedBins(bins.sizes, bins.cost, start, len(bins.bin_costs), bins.capacity, bins.max_tokens)
+    even_out(other, num_ranks)
+    better = other.tokens() <= bins.max_tokens and _costliest_rank(other, num_ranks) < _costliest_rank(bins, num_ranks)
+    return other if better else bins

@@ -21,6 +21,7 @@ class TokenCost(NamedTuple):
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
         """float64, of the shape of `tokens`."""
+        tokens = np.asarray(tokens, dtype=np.float64)
         return tokens * (self.linear + self.quadratic * tokens)
 
 
@@ -86,16 +87,16 @@ class PackedBins(_BinsOfItems):
     def exchanges(self, givers: np.ndarray, takers: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Cost changes of the givers' and the takers' group, float64 [G, T + k] each, inf where it does not fit.
 
-        Column j < T exchanges a giver with taker j; column T + j moves the giver into bin j and takes nothing back.
+        Column j < T exchanges a giver with taker j; column T + j moves the giver into bin j and takes nothing back. Whether
+        the takers fit the giver's bin is not asked: an exchange is of use only if its group loses cost, so tokens.
         """
         nothing = np.zeros(len(bins), dtype=np.int64)
         back_size = np.concatenate((self.sizes[takers], nothing))
         back_cost = np.concatenate((self.costs[takers], nothing))
         room_there = self.capacity - self.bin_loads[np.concatenate((self.bin_of[takers], bins))]
-        room_here = self.capacity - self.bin_loads[self.bin_of[givers]]
         growth = self.sizes[givers][:, None] - back_size
         gained = self.costs[givers][:, None] - back_cost
-        gained[(growth > room_there) | (-growth > room_here[:, None])] = np.inf
+        gained[growth > room_there] = np.inf
         return -gained, gained
 
 

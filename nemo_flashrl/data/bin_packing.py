@@ -15,7 +15,7 @@ import numpy as np
 _BOUND_WORK = 1 << 16  # n * E of one table of the dual-feasible bound: keeps it under a few milliseconds
 _FILL_CANDIDATES = 96  # trajectories that one bin's exact fill chooses from
 _FILL_RESOLUTION = 4096  # steps that a budget is divided into by the exact fill; sizes are rounded up to a step
-_REFILLS = 600  # attempts of the search for a packing that is hard to find
+_REFILLS = 300  # attempts of the search for a packing that is hard to find
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -85,11 +85,11 @@ def fewest_bins(sizes: np.ndarray, capacity: int, num_ranks: int) -> tuple[np.nd
     """Packs into the least number of bins found that is a multiple of `num_ranks`, at least one per rank.
 
     Returns:
-        bin_of: int64 [n], the bin of each size; loads are as even as best-fit decreasing makes them.
+        bin_of: int64 [n], the bin of each size.
         num_bins: a multiple of num_ranks; some of the bins may be empty.
         bound: a multiple of num_ranks that no packing goes below.
     """
-    greedy = best_fit(sizes.tolist(), capacity, len(sizes))
+    greedy = best_fit(sizes.tolist(), capacity)
     needed = round_up(max(1, max(greedy, default=0) + 1), num_ranks)
     bound = round_up(max(1, lower_bound(sizes, capacity, enough=needed - num_ranks + 1)), num_ranks)
     for num_bins in range(bound, needed, num_ranks):
@@ -100,42 +100,22 @@ def fewest_bins(sizes: np.ndarray, capacity: int, num_ranks: int) -> tuple[np.nd
                 for b, inside in enumerate(bins):
                     bin_of[inside] = b
                 return bin_of, num_bins, bound
-    return _loosest_best_fit(sizes, capacity, needed, greedy), needed, bound
+    return np.array(greedy, dtype=np.int64), needed, bound
 
 
-def best_fit(sizes: list[int], capacity: int, max_bins: int) -> list[int] | None:
-    """Best-fit decreasing: each size goes where it leaves the least room. None if that takes more than `max_bins`."""
+def best_fit(sizes: list[int], capacity: int) -> list[int]:
+    """The bin of each size by best-fit decreasing: it goes where it leaves the least room."""
     rooms: list[tuple[int, int]] = []  # (room, bin), ascending
-    bin_of = []
+    bin_of: list[int] = []
     for size in sizes:
         place = bisect_left(rooms, (size, -1))
         if place < len(rooms):
             room, b = rooms.pop(place)
-        elif len(rooms) < max_bins:
-            room, b = capacity, len(rooms)
         else:
-            return None
+            room, b = capacity, len(rooms)
         insort(rooms, (room - size, b))
         bin_of.append(b)
     return bin_of
-
-
-def _loosest_best_fit(sizes: np.ndarray, capacity: int, num_bins: int, greedy: list[int]) -> np.ndarray:
-    """Best-fit decreasing at the least capacity that still needs no more than `num_bins` (a few bisections).
-
-    Room that is left over is then spread over all bins, where the balancing needs it, and not kept in the last one.
-    """
-    if len(sizes) == 0:
-        return np.zeros(0, dtype=np.int64)
-    size_list, best = sizes.tolist(), greedy
-    low, high = max(int(sizes.sum()) // num_bins, size_list[0]) - 1, capacity
-    for _ in range(6):
-        if high - low <= 1:
-            break
-        middle = (low + high) // 2
-        packed = best_fit(size_list, middle, num_bins)
-        low, high, best = (middle, high, best) if packed is None else (low, middle, packed)
-    return np.array(best, dtype=np.int64)
 
 
 def _in_steps(sizes: np.ndarray, capacity: int) -> tuple[list[int], int]:
@@ -167,7 +147,7 @@ def _pack_by_refilling(sizes: np.ndarray, capacity: int, num_bins: int) -> list[
     steps, capacity_steps = _in_steps(sizes, capacity)
     rng = random.Random(0)
     bins: list[list[int]] = [[] for _ in sizes]
-    for i, b in enumerate(best_fit(steps, capacity_steps, len(steps)) or []):
+    for i, b in enumerate(best_fit(steps, capacity_steps)):
         bins[b].append(i)
     bins.sort(key=lambda inside: -sum(steps[i] for i in inside))
     pool, bins = sum(bins[num_bins:], []), bins[:num_bins]

@@ -60,7 +60,8 @@ class BatchingSettings:
             `usable_context` tokens, "drop" leaves it out. The last two are counted and logged.
         linear_cost, quadratic_cost: a trajectory of S tokens takes a time in proportion to linear * S + quadratic *
             S^2; only their ratio matters. The default is that of an 8B model with 32 layers; see `token_cost`.
-        max_padding_share: padded layout: padding / tokens run that a plan may reach to have fewer microbatches.
+        max_padding_share: padded layout: padding / tokens run that a plan may reach to have fewer microbatches. Where
+            the rounding to `multiple` takes more than half of it, grouping may still add half.
 
     Raises:
         ValueError: a value is out of its range; the message names the field, the value and what to set.
@@ -186,7 +187,9 @@ class LengthBatcher:
         if settings.layout == "packed":
             arranged = arrange_packed(sizes, cost.of(sizes), budget, dp_size)
         else:
-            arranged = arrange_padded(sizes, cost, budget, dp_size, settings.max_padding_share)
+            share = settings.max_padding_share
+            max_tokens = int(max(kept.sum() / (1 - share), sizes.sum() / (1 - share / 2)))
+            arranged = arrange_padded(sizes, cost, budget, dp_size, max_tokens)
         bin_costs = arranged.bin_costs
         num_bins = len(bin_costs)
         run = self._tokens_run(sizes, arranged.bin_of, num_bins)

@@ -6,30 +6,52 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 GRACE_SECONDS = 10.0
+LAST_LINES = 30
+PROGRESS = "step "
 
 
-def run_training(config: str, overrides: Sequence[str], processes: int, environment: Mapping[str, str]) -> None:
+def run_training(
+    config: str, overrides: Sequence[str], processes: int, environment: Mapping[str, str], log: Path
+) -> None:
     """Run `flashrl train` in `processes` processes and wait for them.
 
-    They form a process group of their own, which is ended as a whole when this process is interrupted.
+    All they say goes to `log`; the lines of progress are shown as they come. They form a process group of their own,
+    which is ended as a whole when this process is interrupted.
 
     Raises:
-        RuntimeError: a process failed; its output is on the terminal.
+        RuntimeError: a process failed; the message holds the end of the log.
     """
     command = [sys.executable, "-m"]
     if processes > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command += ["nemo_flashrl.cli", "train", config, *overrides]
-    group = subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
+    group = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    last: deque[str] = deque(maxlen=LAST_LINES)
     try:
+        with log.open("w") as file:
+            for line in group.stdout:
+                file.write(line)
+                last.append(line)
+                if line.startswith(PROGRESS):
+                    print(f"  {line}", end="", flush=True)
         code = group.wait()
     finally:
         end_group(group)
     if code != 0:
-        raise RuntimeError(f"training ended with exit code {code}")
+        raise RuntimeError(f"training ended with exit code {code}; the whole log is in {log}\n{''.join(last)}")
 
 
 def end_group(group: subprocess.Popen) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"FlashReinforceModel": "policy_model", "GRPOModel": "policy_model", "PolicyModel": "policy_model"}
+_HOMES = {
+    "FlashReinforceModel": "policy_model",
+    "GRPOModel": "policy_model",
+    "PolicyModel": "policy_model",
+    "HeadSettings": "policy_head",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Log-probs of a microbatch -> the loss that Megatron differentiates, and the step's statistics.
+"""The loss of a microbatch -> what Megatron differentiates, and the step's statistics.
 
 The algorithm's loss is a plain sum with global weights. Megatron divides by the number of microbatches and averages
 over data-parallel ranks; both are multiplied back here, the one place that knows of it.
@@ -13,39 +13,43 @@ from megatron.core import parallel_state
 from nemo.lightning.megatron_parallel import MegatronLossReduction
 from torch import Tensor
 
-from nemo_flashrl.algorithms.algorithm import Algorithm, TokenBatch
-from nemo_flashrl.algorithms.policy_loss import policy_loss
+from nemo_flashrl.algorithms.algorithm import TokenBatch
+from nemo_flashrl.models.policy_head import PolicyRequest, flat
 
 Stats = dict[str, Tensor]
 
 
-def token_batch(batch: dict[str, Tensor], entropies: Tensor | None = None) -> TokenBatch:
-    """A microbatch [R, S] laid flat, N = R * S."""
+def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
+    """A microbatch [R, S] as the head sees it."""
+    reference = batch.get("reference_logprobs")
     return TokenBatch(
-        behavior_logprobs=batch["behavior_logprobs"].reshape(-1),
-        action_mask=batch["target_mask"].reshape(-1),
-        row=batch["row_index"].reshape(-1),
+        behavior_logprobs=flat(batch["behavior_logprobs"]),
+        action_mask=flat(batch["target_mask"]),
+        row=flat(batch["row_index"]),
         advantages=batch["advantages"],
         token_weights=batch["token_weights"],
         failures=batch["failures"],
-        entropies=None if entropies is None else entropies.reshape(-1),
-        reference_logprobs=batch["reference_logprobs"].reshape(-1) if "reference_logprobs" in batch else None,
+        reference_logprobs=None if reference is None else flat(reference),
     )
 
 
-class PolicyLossReduction(MegatronLossReduction):
-    """NeMo's loss seam for a policy-gradient algorithm."""
+def loss_scale() -> float:
+    """The gradient that a microbatch's loss is given: what undoes the average over data-parallel ranks."""
+    return float(parallel_state.get_data_parallel_world_size())
 
-    def __init__(self, algorithm: Algorithm) -> None:
+
+class PolicyLossReduction(MegatronLossReduction):
+    """NeMo's loss seam; the head has formed the loss, here it gets its scale and its statistics."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.algorithm = algorithm
-        self.entropies: Tensor | None = None
+        self.request: PolicyRequest | None = None  # of the microbatch whose loss comes next
 
     def forward(self, batch: dict[str, Tensor], forward_out: Tensor) -> tuple[Tensor, Stats]:
-        """`forward_out`: float32 [R, S], the log-prob of each target."""
-        loss, stats = policy_loss(self.algorithm, forward_out.reshape(-1), token_batch(batch, self.entropies))
-        scale = int(batch["num_microbatches"]) * parallel_state.get_data_parallel_world_size()
-        return loss * scale, stats
+        """`forward_out`: the microbatch's loss, float32 [1, 1]."""
+        loss = forward_out.sum()
+        stats = {**self.request.stats, "loss": loss.detach().clone()}
+        return loss * (loss_scale() * int(batch["num_microbatches"])), stats
 
     def reduce(self, losses_reduced_per_micro_batch: Sequence[Stats]) -> Stats:
         """Sums (maxima for `*_max`) over microbatches and data-parallel ranks, float32 scalars."""

@@ -1,71 +1,141 @@
-"""The output layer of the last pipeline stage, answering with log-probs where targets are set.
+"""The output layer of the last pipeline stage, answering with log-probs or with a policy loss instead of logits.
 
 It takes the place of the model's own ColumnParallelLinear by class alone: parameter, name, sharded state and
-hooks stay as they were, so every checkpoint loads as before, and without targets it still yields logits.
+hooks stay as they were, so every checkpoint loads as before, and without a request it still yields logits.
+
+Legend: R = rows of a microbatch, S = row length, N = S * R positions in Megatron's order, sequence first.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor
 
-from nemo_flashrl.ops import fused_linear_logprob
+from nemo_flashrl.algorithms.algorithm import Algorithm, TokenBatch
+from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How the head computes; the numbers do not depend on the last two."""
+
+    vocab_size: int  # rows that are tokens; what pads them up to the parallel multiple has probability 0
+    temperature: float = 1.0  # the sampler's
+    chunk_tokens: int = 512  # tokens whose logits are alive at a time
+    logits_budget_bytes: int = 64 * 2**20  # a microbatch whose logits fit saves their second product
+
+
+@dataclass
+class PolicyRequest:
+    """One microbatch to be trained on, and what the head says of it beside the loss."""
+
+    algorithm: Algorithm
+    batch: TokenBatch  # N positions
+    loss_scale: float  # the gradient that the loss will be given
+    grad_hooks: bool = False  # gradients are reduced under the backward pass: its hooks must see the weight
+    stats: dict[str, Tensor] = field(default_factory=dict)
+
+
+def flat(values: Tensor) -> Tensor:
+    """[R, S] -> [N]: the one place that knows the head's order."""
+    return values.transpose(0, 1).reshape(-1)
 
 
 class PolicyHead(ColumnParallelLinear):
-    """Hidden states [S, B, H] -> log-probs of the set targets, float32 [S, B] (entropies beside them if asked)."""
+    """Hidden states [S, R, H] -> logits, log-probs float32 [S, R], or a loss float32 [1, 1], as asked."""
 
-    vocab_size: int  # the tokenizer's rows; what pads them up to the parallel multiple has probability 0
-    temperature: float
-    chunk_tokens: int
-    _targets: Tensor | None = None
-    _with_entropy: bool = False
-    entropies: Tensor | None = None
+    settings: HeadSettings
+    _targets: Tensor | None = None  # int64 [R, S]
+    _request: PolicyRequest | None = None
 
     @classmethod
-    def install(cls, model: MegatronGPTModel, *, vocab_size: int, temperature: float, chunk_tokens: int) -> None:
+    def install(cls, model: MegatronGPTModel, settings: HeadSettings) -> None:
         """Turn the output layer of a last-stage model into this class, in place."""
         head = model.output_layer
         assert type(head) in (ColumnParallelLinear, cls), f"unknown output layer {type(head).__name__}"
         head.__class__ = cls
-        head.vocab_size = vocab_size
-        head.temperature = temperature
-        head.chunk_tokens = chunk_tokens
+        head.settings = settings
 
     @contextlib.contextmanager
-    def scoring(self, targets: Tensor, with_entropy: bool = False) -> Iterator[None]:
-        """Within, a forward pass scores `targets`, int64 [B, S]: the token that each position predicts."""
-        self._targets, self._with_entropy = targets, with_entropy
+    def scoring(self, targets: Tensor, request: PolicyRequest | None = None) -> Iterator[None]:
+        """Within, a forward pass answers with log-probs of `targets`, int64 [R, S]; with a request, with its loss."""
+        self._targets, self._request = targets, request
         try:
             yield
         finally:
-            self._targets, self._with_entropy = None, False
+            self._targets = self._request = None
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
-        """As ColumnParallelLinear; with targets set, (log-probs [S, B], None) instead of (logits, bias)."""
+        """As ColumnParallelLinear; in `scoring`, (what was asked for, None) instead of (logits, bias)."""
         if self._targets is None:
             return super().forward(input_, weight, runtime_gather_output)
-        targets = self._targets.transpose(0, 1)  # [S, B], Megatron's order
-        scored = fused_linear_logprob(
-            input_.reshape(-1, input_.shape[-1]),
-            self.weight if weight is None else weight,
-            targets.reshape(-1),
-            tp_group=self.tp_group if self.tp_group.size() > 1 else None,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-            sequence_parallel=self.sequence_parallel,
-            return_entropy=self._with_entropy,
-        )
-        logprobs, self.entropies = scored if self._with_entropy else (scored, None)
-        if self._with_entropy:
-            self.entropies = self.entropies.view(targets.shape).transpose(0, 1)
-        return logprobs.view(targets.shape), None
+        hidden = input_.reshape(-1, input_.shape[-1])
+        weight = self.weight if weight is None else weight
+        if self._request is not None:
+            return self._policy_loss(hidden, weight, self._request).view(1, 1), None
+        logprobs = fused_linear_logprob(hidden, weight, flat(self._targets), **self._options())
+        return logprobs.view(self._targets.shape[::-1]), None
+
+    def _options(self) -> dict:
+        return {
+            "tp_group": self.tp_group if self.tp_group.size() > 1 else None,
+            "vocab_size": self.settings.vocab_size,
+            "temperature": self.settings.temperature,
+            "chunk_tokens": self.settings.chunk_tokens,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+    def _policy_loss(self, hidden: Tensor, weight: Tensor, request: PolicyRequest) -> Tensor:
+        algorithm, batch = request.algorithm, request.batch
+
+        def gate(logprobs: Tensor, entropies: Tensor | None) -> Tensor:
+            decided = algorithm.gate(logprobs, replace(batch, entropies=entropies))
+            request.stats = decided.stats
+            return decided.keep
+
+        def token_loss(logprobs: Tensor, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+            return algorithm.token_loss(logprobs, batch, keep, tokens)
+
+        options = {
+            **self._options(),
+            "mask": batch.action_mask,
+            "return_entropy": algorithm.needs_entropy,
+            "loss_scale": request.loss_scale,
+            "grad_weight": getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None,
+            "on_grad_weight": lambda: _gradient_is_in_main_grad(weight, request.grad_hooks),
+        }
+        targets = flat(self._targets)
+        if algorithm.gates_trajectories:
+            budget = self.settings.logits_budget_bytes
+            result = fused_linear_gated_policy_loss(
+                hidden, weight, targets, gate, token_loss, logits_budget_bytes=budget, **options
+            )
+        else:
+            keep = batch.action_mask
+            result = fused_linear_policy_loss(
+                hidden, weight, targets, lambda logprobs, tokens: token_loss(logprobs, keep, tokens), **options
+            )
+            gate(result[1], None)  # for its statistics
+        return result[0]
+
+
+def _gradient_is_in_main_grad(weight: Tensor, hooks: bool) -> Tensor | None:
+    """Tell Megatron's DDP, as its own fused accumulation does; what autograd is handed then counts for nothing.
+
+    A tied embedding's own gradient still comes through autograd: Megatron marks the weight `zero_out_wgrad` and adds
+    what it finds, so a stand-in has to be zero there.
+    """
+    tied = getattr(weight, "zero_out_wgrad", False)
+    weight.grad_added_to_main_grad = not tied
+    if not hooks:
+        return None
+    return torch.zeros_like(weight) if tied else torch.empty_like(weight)
 
 
 def find_head(module: torch.nn.Module) -> PolicyHead | None:

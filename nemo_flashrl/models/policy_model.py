@@ -12,8 +12,8 @@ from nemo_flashrl import platform
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
-from nemo_flashrl.models.loss_reduction import PolicyLossReduction
-from nemo_flashrl.models.policy_head import PolicyHead, find_head
+from nemo_flashrl.models.loss_reduction import PolicyLossReduction, loss_scale, token_batch
+from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head
 from nemo_flashrl.weights.hf_folder import load_hf_folder
 
 
@@ -23,9 +23,7 @@ class PolicyModel(llm.GPTModel):
     Args:
         config: any NeMo GPTConfig (Llama, Qwen2, Qwen3, Mixtral, ...).
         algorithm: the loss; see `nemo_flashrl.algorithms.algorithm`.
-        vocab_size: rows of the embedding that are tokens; the rest of `config.vocab_size` is padding.
-        temperature: the sampler's; log-probs are of softmax(logits / temperature).
-        chunk_tokens: tokens whose logits are alive at a time.
+        head: the tokenizer's vocabulary size, the sampler's temperature, and how the policy head computes.
         hf_folder: Hugging Face checkpoint whose weights the shards are filled with; None leaves them as initialised.
         seed: of initialisation and dropout.
     """
@@ -34,10 +32,8 @@ class PolicyModel(llm.GPTModel):
         self,
         config: llm.GPTConfig,
         algorithm: Algorithm,
+        head: HeadSettings,
         *,
-        vocab_size: int,
-        temperature: float = 1.0,
-        chunk_tokens: int = 512,
         hf_folder: str | Path | None = None,
         seed: int = 0,
         optim: Any = None,
@@ -47,48 +43,58 @@ class PolicyModel(llm.GPTModel):
         self.algorithm = algorithm
         self.seed = seed
         self.hf_folder = hf_folder
-        self.head_settings = {"vocab_size": vocab_size, "temperature": temperature, "chunk_tokens": chunk_tokens}
+        self.head = head
 
     def configure_model(self, vp_stage: int | None = None) -> None:
         """Build this rank's shard; on the last stage its output layer becomes the policy head."""
         platform.seed_model_parallel(self.seed)
         super().configure_model(vp_stage)
         if self.module.post_process:
-            PolicyHead.install(self.module, **self.head_settings)
+            PolicyHead.install(self.module, self.head)
         if self.hf_folder is not None:
-            load_hf_folder(self.module, self.hf_folder, self.head_settings["vocab_size"])
+            load_hf_folder(self.module, self.hf_folder, self.head.vocab_size)
 
     def data_step(self, dataloader_iter: Any) -> dict[str, Tensor]:
         """The next microbatch, as the data module made it."""
         return next(dataloader_iter)
 
     def forward_step(self, batch: dict[str, Tensor]) -> Tensor:
-        """Log-probs of the targets, float32 [R, S], on the last stage; hidden states before it."""
+        """The policy loss, float32 [1, 1], on the last stage; hidden states before it."""
         head = find_head(self.module)
         if head is None:
             return self(batch["tokens"], batch["position_ids"])
-        with head.scoring(batch["targets"], self.algorithm.needs_entropy):
-            logprobs = self(batch["tokens"], batch["position_ids"])
-        self.training_loss_reduction.entropies = head.entropies
-        return logprobs
+        overlap = self.trainer.strategy.ddp_config.overlap_grad_reduce
+        request = PolicyRequest(self.algorithm, token_batch(batch), loss_scale(), grad_hooks=overlap)
+        with head.scoring(batch["targets"], request):
+            loss = self(batch["tokens"], batch["position_ids"])
+        self.training_loss_reduction.request = request
+        return loss
 
     @property
     def training_loss_reduction(self) -> PolicyLossReduction:
         """NeMo asks for it at every microbatch."""
         if self._training_loss_reduction is None:
-            self._training_loss_reduction = PolicyLossReduction(self.algorithm)
+            self._training_loss_reduction = PolicyLossReduction()
         return self._training_loss_reduction
 
 
 class FlashReinforceModel(PolicyModel):
     """A NeMo model trained by FlashREINFORCE (NVIDIA, September 2026)."""
 
-    def __init__(self, config: llm.GPTConfig, settings: FlashReinforceSettings | None = None, **options: Any) -> None:
-        super().__init__(config, FlashReinforce(settings or FlashReinforceSettings()), **options)
+    def __init__(
+        self,
+        config: llm.GPTConfig,
+        head: HeadSettings,
+        settings: FlashReinforceSettings = FlashReinforceSettings(),
+        **options: Any,
+    ) -> None:
+        super().__init__(config, FlashReinforce(settings), head, **options)
 
 
 class GRPOModel(PolicyModel):
     """A NeMo model trained by GRPO (Shao et al. 2024)."""
 
-    def __init__(self, config: llm.GPTConfig, settings: GrpoSettings | None = None, **options: Any) -> None:
-        super().__init__(config, Grpo(settings or GrpoSettings()), **options)
+    def __init__(
+        self, config: llm.GPTConfig, head: HeadSettings, settings: GrpoSettings = GrpoSettings(), **options: Any
+    ) -> None:
+        super().__init__(config, Grpo(settings), head, **options)

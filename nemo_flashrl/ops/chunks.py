@@ -3,8 +3,8 @@
 Legend: T = tokens of the flat batch, R = shards the hidden states are cut into (the tensor-parallel size under sequence
 parallelism, else 1), c = rows a chunk takes of each shard, C = R * c = rows of a chunk.
 
-Sequence parallelism cuts dim 0 of `[S, B, H]`, so rank r holds the flat tokens `[r * T / R, (r + 1) * T / R)`. A chunk is the
-same columns of the `[R, T / R]` table on every rank: what is gathered for it is c rows a rank, never the whole.
+Sequence parallelism cuts dim 0 of `[S, B, H]`, so rank r holds the flat tokens `[r * T / R, (r + 1) * T / R)`. A chunk
+is the same columns of the `[R, T / R]` table on every rank: what is gathered for it is c rows a rank, never the whole.
 
     T = 12, R = 2, c = 2      rank 0: | 0 1 | 2 3 | 4 5 |     chunk 0 holds tokens 0 1 6 7, chunk 1 holds 2 3 8 9, ...
                               rank 1: | 6 7 | 8 9 | 10 11 |
@@ -51,7 +51,8 @@ class Chunk:
             values[self.tokens[self.real]] = part[self.real]
 
     def take_rows(self, hidden: Tensor) -> Tensor:
-        """This rank's `[c, H]` of its `hidden`: a view where it can be. Filled-up rows are zeros, whatever lies there."""
+        """This rank's `[c, H]` of its `hidden`: a view where it can be. Filled-up rows are zeros, whatever lies
+        there."""
         if self.local is None:
             return hidden[self.start : self.stop]
         rows = hidden[self.local]
@@ -70,10 +71,11 @@ class Chunk:
             grad_hidden[self.local[mine]] = rows[mine].to(grad_hidden.dtype)
 
     def spans(self, num_tokens: int) -> list[tuple[slice, slice, Tensor | None]]:
-        """What a per-token function sees of the chunk, a shard at a time: (tokens, rows of the chunk, places in the span).
+        """What a per-token function sees of the chunk, a shard at a time: (tokens, rows of the chunk, places in the
+        span).
 
-        Tokens are always one contiguous slice of the flat batch. Where rows were selected, the slice runs from the first to
-        the last of them and `places` says which of its tokens are meant.
+        Tokens are always one contiguous slice of the flat batch. Where rows were selected, the slice runs from the
+        first to the last of them and `places` says which of its tokens are meant.
         """
         width, shard_tokens = self.stop - self.start, num_tokens // self.num_shards
         spans = []
@@ -92,10 +94,11 @@ class Chunk:
 def plan_chunks(
     num_tokens: int, chunk_tokens: int, selected: Tensor | None, num_shards: int = 1, shard: int = 0
 ) -> list[Chunk]:
-    """Cut T tokens, or the `selected` ones (bool `[T]`), into chunks of at most `chunk_tokens` rows (at least one a shard).
+    """Cut T tokens, or the `selected` ones (bool `[T]`), into chunks of at most `chunk_tokens` rows (at least one a
+    shard).
 
-    Every rank must pass the same `selected`, so that all walk the same chunks. Shards with fewer selected rows are filled
-    up to the longest.
+    Every rank must pass the same `selected`, so that all walk the same chunks. Shards with fewer selected rows are
+    filled up to the longest.
     """
     width = max(1, chunk_tokens // num_shards)
     shard_tokens = num_tokens // num_shards

@@ -1,6 +1,7 @@
 """Per-token log-probs (and entropies) of an output layer, differentiable, without ever holding the logits.
 
-Forward is one matrix product, backward three more over the rows that have a gradient: 1 + 3f products for a live share f.
+Forward is one matrix product, backward three more over the rows that have a gradient: 1 + 3f products for a live share
+f.
 
 Legend: T = tokens, H = hidden size, V = vocabulary rows over all ranks, TP = tensor-parallel size.
 
@@ -40,9 +41,9 @@ def fused_linear_logprob(
     """log softmax(hidden @ weight^T / temperature) at `targets`.
 
     Args:
-        hidden: `[T, H]`, fp64, fp32, bf16 or fp16; equal on all ranks of `tp_group`. With `sequence_parallel` this rank's
-            `[T / TP, H]`, the tokens `[rank * T / TP, (rank + 1) * T / TP)`: gathered a chunk at a time, and the gradient
-            reduce-scattered a chunk at a time.
+        hidden: `[T, H]`, fp64, fp32, bf16 or fp16; equal on all ranks of `tp_group`. With `sequence_parallel` this
+            rank's `[T / TP, H]`, the tokens `[rank * T / TP, (rank + 1) * T / TP)`: gathered a chunk at a time, and the
+            gradient reduce-scattered a chunk at a time.
         weight: this rank's rows `[V / TP, H]` in `hidden`'s dtype.
         targets: int64 `[T]`, vocabulary ids, all tokens on every rank.
         tp_group: the ranks that share the vocabulary; None for one rank.
@@ -52,10 +53,10 @@ def fused_linear_logprob(
         return_entropy: also the entropy of each token's distribution, differentiable too.
         mask: bool `[T]`; rows outside it are never computed: log-prob and entropy 0, no gradient, their `hidden` and
             `targets` may hold anything. Equal on all ranks.
-        reduce_hidden_gradient: False leaves each rank its own part of the gradient of `hidden`, for a caller that sums over
-            `tp_group` itself. Under `sequence_parallel` it is always summed.
-        grad_weight: fp32 (fp64) `[V / TP, H]`, for instance Megatron's `main_grad`: backward adds the gradient of `weight`
-            there, and autograd is handed what `on_grad_weight()` returns, None by default.
+        reduce_hidden_gradient: False leaves each rank its own part of the gradient of `hidden`, for a caller that sums
+            over `tp_group` itself. Under `sequence_parallel` it is always summed.
+        grad_weight: fp32 (fp64) `[V / TP, H]`, for instance Megatron's `main_grad`: backward adds the gradient of
+            `weight` there, and autograd is handed what `on_grad_weight()` returns, None by default.
 
     Returns:
         fp32 (fp64 for fp64 weights) `[T]`, or a pair of them.
@@ -130,6 +131,6 @@ def check_grad_weight(grad_weight: Tensor | None, weight: Tensor) -> None:
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     if grad_weight.shape != weight.shape or grad_weight.dtype != dtype:
         raise ValueError(
-            f"grad_weight has shape {tuple(grad_weight.shape)} and dtype {grad_weight.dtype}: give {dtype} of the weight's "
-            f"shape {tuple(weight.shape)}, or None to have the gradient returned"
+            f"grad_weight has shape {tuple(grad_weight.shape)} and dtype {grad_weight.dtype}: give {dtype} of the "
+            f"weight's shape {tuple(weight.shape)}, or None to have the gradient returned"
         )

@@ -1,8 +1,8 @@
 """A per-token policy loss over an output layer in one pass: three matrix products, no logits kept.
 
-Where the coefficient of a token follows from its own log-prob (REINFORCE with token ratios, PPO and GRPO clip against stored
-log-probs, k1/k2/k3 KL to stored reference log-probs, an entropy bonus), the gradients of hidden and weight are formed
-chunk by chunk right after the chunk's logits; backward only multiplies them by the incoming gradient.
+Where the coefficient of a token follows from its own log-prob (REINFORCE with token ratios, PPO and GRPO clip against
+stored log-probs, k1/k2/k3 KL to stored reference log-probs, an entropy bonus), the gradients of hidden and weight are
+formed chunk by chunk right after the chunk's logits; backward only multiplies them by the incoming gradient.
 
 Legend: T = tokens, H = hidden size, V = vocabulary rows over all ranks, TP = tensor-parallel size.
 
@@ -55,16 +55,17 @@ def fused_linear_policy_loss(
     """The sum of `loss` over all tokens and the log-probs, in one pass.
 
     Args as in `fused_linear_logprob`, and:
-        loss: `loss(logprobs, tokens) -> (value, d value / d logprob)`, each `[n]`, for the n tokens of the slice `tokens` of
-            the flat batch; called under no_grad, in fp32 (fp64). A token with derivative 0 reaches neither gradient.
-            Where `mask` leaves tokens out of a slice, their log-probs read 0 and what is returned for them is dropped.
+        loss: `loss(logprobs, tokens) -> (value, d value / d logprob)`, each `[n]`, for the n tokens of the slice
+            `tokens` of the flat batch; called under no_grad, in fp32 (fp64). A token with derivative 0 reaches neither
+            gradient. Where `mask` leaves tokens out of a slice, their log-probs read 0 and what is returned for them is
+            dropped.
         entropy_weight: fp32 `[T]`, dL/dentropy of each token: `sum(entropy_weight * entropy)` is added to the loss.
         return_entropy: also return the entropies.
         loss_scale: what backward will be given; gradients are formed at this scale, which fp16 and `grad_weight` need.
         grad_weight: fp32 (fp64) `[V / TP, H]`, for instance Megatron's `main_grad`: the gradient of `weight`, times
-            `loss_scale`, is added there **during this call**. Backward then has to run with a gradient of `loss_scale`, and
-            hands autograd what `on_grad_weight()` returns, None by default. Without it the sum is staged in fp32 and
-            returned in the weight's dtype.
+            `loss_scale`, is added there **during this call**. Backward then has to run with a gradient of `loss_scale`,
+            and hands autograd what `on_grad_weight()` returns, None by default. Without it the sum is staged in fp32
+            and returned in the weight's dtype.
 
     Returns:
         (loss, a scalar of fp32 (fp64), differentiable once; logprobs `[T]`, detached; entropies `[T]` if asked for)
@@ -97,8 +98,9 @@ def policy_pass(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, logprobs, entropies), with the gradients of `loss_scale * loss` added to `sums`.
 
-    A chunk's exchange of 12 bytes a token is waited for: overlapping it with the next chunk's product would cost a second
-    buffer of logits. The sum of the hidden gradients, 4 H bytes a token, does run under the next chunk's product.
+    A chunk's exchange of 12 bytes a token is waited for: overlapping it with the next chunk's product would cost a
+    second buffer of logits. The sum of the hidden gradients, 4 H bytes a token, does run under the next chunk's
+    product.
     """
     entropy = entropy or entropy_weight is not None
     logprobs, total = head.per_token(), head.per_token()[:1].new_zeros(())

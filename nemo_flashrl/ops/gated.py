@@ -1,7 +1,8 @@
-"""A policy loss behind a gate that sees every log-prob first, such as a sequence gate on a trajectory's mean divergence.
+"""A policy loss behind a gate that sees every log-prob first, such as a sequence gate on a trajectory's mean
+divergence.
 
-No token's coefficient is known before all log-probs are. Three ways give the same numbers; the cheapest that the inputs allow
-is taken, for a live share f of the tokens (masked, rejected, clipped and zero-advantage tokens are not live):
+No token's coefficient is known before all log-probs are. Three ways give the same numbers; the cheapest that the inputs
+allow is taken, for a live share f of the tokens (masked, rejected, clipped and zero-advantage tokens are not live):
 
 | when | matrix products |
 | --- | --- |
@@ -60,12 +61,13 @@ def fused_linear_gated_policy_loss(
     """The sum of `loss` over all tokens, after `gate` has seen all log-probs.
 
     Args as in `fused_linear_policy_loss`, and:
-        gate: `gate(logprobs, entropies) -> keep`, fp32 (fp64) `[T]` and the same or None -> bool `[T]`; called once, under
-            no_grad. Entropies are computed for it where `return_entropy` or `entropy_weight` asks for them.
+        gate: `gate(logprobs, entropies) -> keep`, fp32 (fp64) `[T]` and the same or None -> bool `[T]`; called once,
+            under no_grad. Entropies are computed for it where `return_entropy` or `entropy_weight` asks for them.
         loss: `loss(logprobs, keep, tokens) -> (value, d value / d logprob)`, 0 where not `keep`.
-        logprobs, entropies: fp32 (fp64) `[T]` at the current weights and temperature, where a former pass has left them.
-        logits_budget_bytes: how much logits may take on this rank, `4 T V / TP` (8 for fp64) being the whole; what fits one
-            chunk always may.
+        logprobs, entropies: fp32 (fp64) `[T]` at the current weights and temperature, where a former pass has left
+            them.
+        logits_budget_bytes: how much logits may take on this rank, `4 T V / TP` (8 for fp64) being the whole; what fits
+            one chunk always may.
         entropy_weight: as in `fused_linear_policy_loss`; counts where the gate keeps a token.
 
     Returns:

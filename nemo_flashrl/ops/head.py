@@ -110,7 +110,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor
         raise ValueError(f"hidden is {hidden.dtype} and weight {weight.dtype}: give both the same floating dtype")
     if hidden.device != weight.device or hidden.device != targets.device:
         raise ValueError(
-            f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}: put them on one device"
+            f"hidden is on {hidden.device}, weight on {weight.device}, targets on {targets.device}: "
+            "put them on one device"
         )
     if targets.dim() != 1 or targets.dtype != torch.int64 or targets.numel() != hidden.shape[0] * num_shards:
         raise ValueError(

@@ -2,9 +2,9 @@
 
 Legend: C = rows of a chunk, H = hidden size, V = this rank's rows of the true vocabulary.
 
-Where the weights already are fp32 or fp64, each is one BLAS call into a given buffer. bf16 and fp16 differ by the hardware:
-an accelerator multiplies half-precision operands and writes fp32 (`out_dtype`, torch 2.8 on); a CPU has no such product and
-gains nothing from half operands, so blocks of vocabulary rows are widened on the way through.
+Where the weights already are fp32 or fp64, each is one BLAS call into a given buffer. bf16 and fp16 differ by the
+hardware: an accelerator multiplies half-precision operands and writes fp32 (`out_dtype`, torch 2.8 on); a CPU has no
+such product and gains nothing from half operands, so blocks of vocabulary rows are widened on the way through.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Vocabulary rows widened at a time on a CPU: large enough for full BLAS speed, small enough to cost nothing (2 MiB at H=512).
+# Vocabulary rows widened at a time on a CPU: large enough for full BLAS speed, small enough to cost nothing (2 MiB at
+# H=512).
 WIDENED_ROWS = 1024
 
 
@@ -79,8 +80,8 @@ class Products:
 def narrow_(matrix: Tensor, dtype: torch.dtype, block_bytes: int = 2**26) -> Tensor:
     """Convert a contiguous `[C, V]` to a narrower dtype inside its own storage; the wide values are gone afterwards.
 
-    Row blocks go in order: a block is read before anything is written over it, and what is written ends before the first
-    row that is still to be read.
+    Row blocks go in order: a block is read before anything is written over it, and what is written ends before the
+    first row that is still to be read.
     """
     num_rows, width = matrix.shape
     narrow = matrix.view(-1).view(dtype)[: num_rows * width].view(num_rows, width)

@@ -21,8 +21,8 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), each `[T]`, of `targets` int64 `[T]` under softmax(hidden @ weight^T / temperature).
 
-    The product runs in the dtype of `hidden` `[T, H]` and `weight` `[V, H]`; the softmax in fp32, or fp64 for fp64. Rows of
-    `weight` from `vocab_size` on are padding. Autograd gives the gradients.
+    The product runs in the dtype of `hidden` `[T, H]` and `weight` `[V, H]`; the softmax in fp32, or fp64 for fp64.
+    Rows of `weight` from `vocab_size` on are padding. Autograd gives the gradients.
     """
     logits = hidden @ weight[:vocab_size].t()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature

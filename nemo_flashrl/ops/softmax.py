@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# On a CPU a block should fit the second-level cache; elsewhere it only bounds temporaries, and few launches count for more.
+# On a CPU a block should fit the second-level cache; elsewhere it only bounds temporaries, and few launches count for
+# more.
 BLOCK_BYTES = {"cpu": 2**19}
 BLOCK_BYTES_ELSEWHERE = 2**26
 

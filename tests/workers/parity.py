@@ -1,19 +1,14 @@
-"""One training step of the real trainer at the parallel sizes given; writes loss and gradients under HF names.
-
-usage: torchrun --nproc-per-node N parity.py MODEL TRAJECTORIES OUT key=value...
-"""
+"""One training step of the real trainer at the parallel sizes given; writes loss and gradients under HF names."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 
-from nemo_flashrl import platform
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.config import load
 from nemo_flashrl.preflight import Parts
@@ -45,29 +40,21 @@ class Capture(pl.Callback):
 class Driver:
     """Hands over trajectories that were made before."""
 
-    def __init__(self, path: str) -> None:
-        self.trajectories = pickle.loads(Path(path).read_bytes())
+    def __init__(self, path: Path) -> None:
+        self.trajectories = pickle.loads(path.read_bytes())
 
     def collect(self, version: int) -> Batch:
         return Batch(self.trajectories, version)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model_folder, trajectories, out, *overrides = sys.argv[1:]
+def main(model_folder: Path, trajectories: Path, out: Path, vocab_size: int, *overrides: str) -> None:
     config = load(
         "rehearsal",
-        [f"output={Path(out).parent / 'unused'}", f"model.path={model_folder}", "trainer.steps=1", *overrides],
+        [f"output={out.parent / 'unused'}", f"model.path={model_folder}", "trainer.steps=1", *overrides],
     )
     algorithm = FlashReinforce(FlashReinforceSettings())
-    parts = Parts(algorithm, object, None, [], None, vocab_size=int(os.environ["VOCAB_SIZE"]), data_parallel=1)
-    platform.install()
+    parts = Parts(algorithm, object, None, [], None, vocab_size, data_parallel=1)
     model = build_model(config, parts)
-    first = int(os.environ["RANK"]) == 0
-    data = build_data(config, parts, Driver(trajectories) if first else None)
-    trainer = build_trainer(config, [Capture(Path(out), parts.vocab_size)])
+    data = build_data(config, parts, Driver(trajectories) if os.environ["RANK"] == "0" else None)
+    trainer = build_trainer(config, [Capture(out, vocab_size)])
     trainer.fit(model, datamodule=data)
-
-
-if __name__ == "__main__":
-    main()

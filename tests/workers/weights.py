@@ -1,12 +1,8 @@
-"""Folder -> shards -> Hugging Face names at several TP x PP, and Megatron's logits, all in one set of processes.
-
-usage: torchrun --nproc-per-node 4 weights.py OUT FOLDER...
-"""
+"""Folder -> shards -> Hugging Face names at several TP x PP, and Megatron's logits, all in one set of processes."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -15,20 +11,17 @@ from safetensors.torch import load_file
 from nemo_flashrl import platform
 
 
-def main() -> None:
-    out, *folders = sys.argv[1:]
-    torch.set_num_threads(1)
-    platform.install()
+def main(out: Path, *folders: Path) -> None:
     torch.distributed.init_process_group(platform.backend())
     report = {}
     for folder in folders:
         for tensor, pipeline in ((1, 1), (2, 1), (1, 2), (2, 2)):
-            report[f"{Path(folder).name} tp{tensor} pp{pipeline}"] = check(folder, tensor, pipeline)
+            report[f"{folder.name} tp{tensor} pp{pipeline}"] = check(folder, tensor, pipeline)
     if torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(report))
+        out.write_text(json.dumps(report))
 
 
-def check(folder: str, tensor: int, pipeline: int) -> dict[str, float | bool]:
+def check(folder: Path, tensor: int, pipeline: int) -> dict[str, float | bool]:
     """Largest difference of tensors (rank 0) and of logits (pipeline of one stage)."""
     from megatron.core import parallel_state
 
@@ -44,7 +37,7 @@ def check(folder: str, tensor: int, pipeline: int) -> dict[str, float | bool]:
     config.pipeline_dtype = torch.float32
     model = config.configure_model(tokenizer=None).eval()
     load_hf_folder(model, folder, source["vocab_size"])
-    original = load_file(Path(folder) / "model.safetensors")
+    original = load_file(folder / "model.safetensors")
     streamed = {name: t.clone() for name, t in stream_hf_tensors(model, source["vocab_size"])}
     result: dict[str, float | bool] = {}
     if torch.distributed.get_rank() == 0:
@@ -57,7 +50,7 @@ def check(folder: str, tensor: int, pipeline: int) -> dict[str, float | bool]:
 
 
 @torch.no_grad()
-def logits_difference(model, folder: str, vocab_size: int, tensor: int) -> float:
+def logits_difference(model, folder: Path, vocab_size: int, tensor: int) -> float:
     from megatron.core import parallel_state
     from transformers import AutoModelForCausalLM
 
@@ -68,7 +61,3 @@ def logits_difference(model, folder: str, vocab_size: int, tensor: int) -> float
     torch.distributed.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
     expected = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
     return float((torch.cat(shards, -1)[..., :vocab_size] - expected).abs().max())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,273 @@
+"""The fused output layer on one rank, against plain formulas over full logits in float64.
+
+What fp32 can hold: a logit of size |z| carries a rounding error of |z| 2^-24, and the log-prob with it. Errors of log-probs
+are therefore relative to max(1, |z|), z the row's largest logit; where the logits are exact in fp32 (dyadic inputs), to
+max(1, |logp|). Errors of gradients are relative in the norm.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
+from nemo_flashrl.ops import products as products_module
+from nemo_flashrl.ops.reference import linear_logprob, linear_policy_loss
+
+SIZES = [  # T, H, rows of the weight, true vocabulary, chunk
+    (0, 8, 16, 16, 4),
+    (1, 3, 7, 7, 4),
+    (31, 16, 128, 101, 32),
+    (32, 16, 128, 101, 32),
+    (33, 16, 128, 101, 32),
+    (97, 61, 509, 509, 40),
+    (29, 24, 300, 300, 1),
+    (61, 32, 640, 515, 1000),
+]
+WAYS = ["logprob", "single", "recomputed", "held", "given"]
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    size = expected.double().norm()
+    return float((actual.double() - expected.double()).norm() / size) if size > 0 else float(actual.double().norm())
+
+
+def problem(size, dtype, seed: int, peak: float = 3.0) -> dict[str, Tensor]:
+    """Inputs whose largest logit is about `peak`; a third of the coefficients are 0, and not all targets are likely."""
+    tokens, width, rows, vocab_size, _ = size
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    weight = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    logits = hidden @ weight[:vocab_size].t()
+    weight *= peak / logits.abs().max() if tokens else 1
+    likely = logits.argmax(1) if tokens else torch.zeros(0, dtype=torch.int64)
+    targets = torch.randint(vocab_size, (tokens,), generator=generator)
+    coefficient = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    coefficient[torch.rand(tokens, generator=generator) < 1 / 3] = 0
+    return {
+        "hidden": hidden.to(dtype),
+        "weight": weight.to(dtype),
+        "targets": torch.where(torch.rand(tokens, generator=generator) < 0.5, likely, targets),
+        "coefficient": coefficient,
+        "entropy_weight": 0.1 * torch.randn(tokens, generator=generator, dtype=torch.float64),
+    }
+
+
+def linear_loss(coefficient: Tensor):
+    def loss(logprobs: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        derivative = coefficient[tokens].to(logprobs.dtype)
+        return torch.where(derivative != 0, derivative * logprobs, 0), derivative
+
+    return loss
+
+
+def run(way: str, inputs: dict[str, Tensor], *, entropy: bool, vocab_size, temperature=1.0, chunk_tokens, **more):
+    """(loss, log-probs, gradient of hidden, gradient of weight) of sum(coefficient * logp + entropy_weight * entropy)."""
+    hidden, weight = (inputs[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    coefficient, targets = inputs["coefficient"], inputs["targets"]
+    settings = {"vocab_size": vocab_size, "temperature": temperature, "chunk_tokens": chunk_tokens, **more}
+    slope = inputs["entropy_weight"].to(weight.dtype if weight.dtype == torch.float64 else torch.float32)
+    slope = torch.where(coefficient != 0, slope, 0)
+    loss = linear_loss(coefficient)
+    if way == "logprob":
+        result = fused_linear_logprob(hidden, weight, targets, return_entropy=entropy, **settings)
+        logprobs, entropies = result if entropy else (result, None)
+        live = coefficient != 0
+        total = torch.where(live, coefficient.to(logprobs.dtype) * logprobs, 0).sum()
+        total = total + (torch.where(live, slope * entropies, 0).sum() if entropy else 0)
+    elif way == "single":
+        total, logprobs = fused_linear_policy_loss(
+            hidden, weight, targets, loss, entropy_weight=slope if entropy else None, **settings
+        )
+    else:
+        if way == "given":
+            with torch.no_grad():
+                given = fused_linear_logprob(hidden, weight, targets, return_entropy=True, **settings)
+            settings |= {"logprobs": given[0], "entropies": given[1]}
+        if way == "held":
+            settings["logits_budget_bytes"] = 2**30
+        total, logprobs = fused_linear_gated_policy_loss(
+            hidden,
+            weight,
+            targets,
+            lambda logprobs, entropies: coefficient != 0,
+            lambda logprobs, keep, tokens: loss(logprobs, tokens),
+            entropy_weight=slope if entropy else None,
+            **settings,
+        )
+    total.backward()
+    return total.detach(), logprobs.detach(), hidden.grad, weight.grad
+
+
+def expected(inputs: dict[str, Tensor], *, entropy: bool, vocab_size, temperature=1.0, dtype=torch.float64):
+    hidden, weight = (inputs[name].to(dtype, copy=True).requires_grad_() for name in ("hidden", "weight"))
+    slope = torch.where(inputs["coefficient"] != 0, inputs["entropy_weight"], 0)
+    total, logprobs = linear_policy_loss(
+        hidden,
+        weight,
+        inputs["targets"],
+        linear_loss(inputs["coefficient"]),
+        vocab_size=vocab_size,
+        temperature=temperature,
+        entropy_weight=slope if entropy else None,
+    )
+    total.backward()
+    return total.detach(), logprobs, hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_float64_and_float32_match_full_logits(size, way, entropy):
+    for seed, temperature in enumerate((0.5, 1.0, 2.0)):
+        for dtype, logprob_bound, gradient_bound in ((torch.float64, 1e-14, 2e-14), (torch.float32, 2e-6, 1e-6)):
+            inputs = problem(size, dtype, seed)
+            settings = {"entropy": entropy, "vocab_size": size[3], "temperature": temperature}
+            total, logprobs, grad_hidden, grad_weight = run(way, inputs, chunk_tokens=size[4], **settings)
+            right = expected(inputs, **settings)
+            scale = right[1].abs().clamp(min=1)
+            assert ((logprobs - right[1]).abs() <= logprob_bound * scale).all()
+            assert (logprobs <= 0).all()
+            assert abs(total - right[0]) <= logprob_bound * (1 + scale.sum())
+            assert relative(grad_hidden, right[2]) <= gradient_bound
+            assert relative(grad_weight, right[3]) <= gradient_bound
+            assert not grad_weight[size[3] :].any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_of_80_that_fp32_holds_exactly(way):
+    # Eighths up to 80: every logit is exact, so the errors are the operation's own. Rows are one peak, a tie, or flat.
+    generator = torch.Generator().manual_seed(3)
+    tokens, vocab_size = 60, 331
+    hidden = torch.eye(tokens, dtype=torch.float32)
+    weight = torch.randint(-640, 641, (vocab_size, tokens), generator=generator).float() / 8
+    weight[:, :20] = weight[:, :20].clamp(max=40)
+    weight[torch.arange(20), torch.arange(20)] = 80  # p = 1 - e^-40 on the target
+    weight[:, 20:30] = -80  # flat
+    weight[[7, 9], 30:40] = 80  # a tie
+    targets = torch.randint(vocab_size, (tokens,), generator=generator)
+    targets[:20] = torch.arange(20)
+    targets[30:40] = 9
+    inputs = {
+        "hidden": hidden,
+        "weight": weight,
+        "targets": targets,
+        "coefficient": torch.randn(tokens, generator=generator, dtype=torch.float64),
+        "entropy_weight": torch.randn(tokens, generator=generator, dtype=torch.float64),
+    }
+    for entropy in (False, True):
+        _, logprobs, grad_hidden, grad_weight = run(
+            way, inputs, entropy=entropy, vocab_size=vocab_size, chunk_tokens=16
+        )
+        right = expected(inputs, entropy=entropy, vocab_size=vocab_size)
+        assert ((logprobs - right[1]).abs() <= 2e-6 * right[1].abs().clamp(min=1)).all()
+        assert relative(grad_hidden, right[2]) <= 1e-6
+        assert relative(grad_weight, right[3]) <= 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_peaked_logits_are_as_exact_as_plain_fp32(way):
+    worst = {"fused": 0.0, "plain": 0.0}
+    for seed in range(8):
+        inputs = problem(SIZES[5], torch.float32, seed, peak=80)
+        right = expected(inputs, entropy=False, vocab_size=509)
+        _, logprobs, *gradients = run(way, inputs, entropy=False, vocab_size=509, chunk_tokens=40)
+        plain = expected(inputs, entropy=False, vocab_size=509, dtype=torch.float32)
+        largest = (inputs["hidden"] @ inputs["weight"].t()).abs().amax(1).clamp(min=1)
+        assert ((logprobs - right[1]).abs() <= 2e-6 * largest).all()
+        worst["fused"] = max(worst["fused"], *(relative(a, b) for a, b in zip(gradients, right[2:], strict=True)))
+        worst["plain"] = max(worst["plain"], *(relative(a, b) for a, b in zip(plain[2:], right[2:], strict=True)))
+    assert worst["fused"] <= 2 * worst["plain"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_half_precision_is_no_worse_than_plain_half_precision(way, entropy, dtype):
+    for seed, peak in enumerate((3.0, 20.0)):
+        inputs = problem((193, 64, 640, 515, 48), dtype, seed, peak)
+        settings = {"entropy": entropy, "vocab_size": 515, "temperature": 0.7}
+        right = expected(inputs, **settings)
+        fused = run(way, inputs, chunk_tokens=48, **settings)
+        plain = expected(inputs, dtype=dtype, **settings)
+        assert fused[1].dtype == torch.float32 and fused[2].dtype == fused[3].dtype == dtype
+        for ours, theirs, true in zip(fused[1:], plain[1:], right[1:], strict=True):
+            assert relative(ours, true) <= relative(theirs, true)
+
+
+@pytest.mark.parametrize("way", ["logprob", "single", "recomputed", "held"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_fp32_output_as_an_accelerator_has_them(monkeypatch, way, dtype):
+    # The operands of these products are half precision, narrowed within the logits' own storage.
+    def widened(function):
+        def call(*tensors, out_dtype=None, out, **scalars):
+            if out_dtype is None:
+                return function(*tensors, out=out, **scalars)
+            assert {tensor.dtype for tensor in tensors[-2:]} == {dtype}
+            return function(*(tensor.to(out_dtype) for tensor in tensors), out=out, **scalars)
+
+        return call
+
+    monkeypatch.setattr(products_module.Products, "has_wide_output", property(lambda self: not self.is_plain))
+    monkeypatch.setattr(products_module.torch, "mm", widened(torch.mm))
+    monkeypatch.setattr(products_module.torch, "addmm", widened(torch.addmm))
+    inputs = problem((193, 64, 640, 515, 48), dtype, 5, 20.0)
+    inputs["coefficient"] *= 1e-6  # fp16 alone would flush the scaled hidden states to 0
+    for entropy in (False, True):
+        fused = run(way, inputs, entropy=entropy, vocab_size=515, chunk_tokens=48)
+        inputs_wide = inputs | {name: inputs[name].float() for name in ("hidden", "weight")}
+        right = expected(inputs_wide, entropy=entropy, vocab_size=515)
+        bound = 2**-8 if dtype == torch.bfloat16 else 2**-10
+        assert relative(fused[1], right[1]) <= 2e-6
+        if dtype == torch.bfloat16:
+            assert relative(fused[2], right[2]) <= bound and relative(fused[3], right[3]) <= bound
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradcheck(way):
+    inputs = problem((7, 5, 13, 11, 3), torch.float64, 0)
+
+    def function(hidden: Tensor, weight: Tensor) -> Tensor:
+        loss = linear_loss(inputs["coefficient"])
+        slope = torch.where(inputs["coefficient"] != 0, inputs["entropy_weight"], 0)
+        settings = {"vocab_size": 11, "temperature": 0.7, "chunk_tokens": 3}
+        if way == "logprob":
+            logprobs, entropies = fused_linear_logprob(
+                hidden, weight, inputs["targets"], return_entropy=True, **settings
+            )
+            return torch.cat([logprobs, entropies])
+        if way == "single":
+            return fused_linear_policy_loss(hidden, weight, inputs["targets"], loss, entropy_weight=slope, **settings)[
+                0
+            ]
+        if way == "held":
+            settings["logits_budget_bytes"] = 2**30
+        if way == "given":
+            given = fused_linear_logprob(hidden.detach(), weight, inputs["targets"], return_entropy=True, **settings)
+            settings |= {"logprobs": given[0].detach(), "entropies": given[1].detach()}
+        return fused_linear_gated_policy_loss(
+            hidden,
+            weight,
+            inputs["targets"],
+            lambda logprobs, entropies: inputs["coefficient"] != 0,
+            lambda logprobs, keep, tokens: loss(logprobs, tokens),
+            entropy_weight=slope,
+            **settings,
+        )[0]
+
+    class Fresh(torch.autograd.Function):
+        """Runs anew for each backward: gradcheck asks for several, and a one-pass loss hands its gradients over once."""
+
+        @staticmethod
+        def forward(ctx, hidden, weight):
+            ctx.save_for_backward(hidden, weight)
+            return function(hidden, weight).detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+                return torch.autograd.grad(function(*leaves), leaves, grad)
+
+    assert torch.autograd.gradcheck(Fresh.apply, (inputs["hidden"].requires_grad_(), inputs["weight"].requires_grad_()))
