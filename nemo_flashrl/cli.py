@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from pathlib import Path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused with one line on stderr."""
     options = _parser().parse_args(arguments)
+    # torch 2.13 warns at import of a package that NVIDIA's own tools depend on; nobody here can act on it.
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         return options.run(options)
     except ValueError as error:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +32,10 @@ class Patch:
 _undo: list[tuple[Any, str, Any]] = []
 
 
+@functools.cache
 def has_gpu() -> bool:
     """True where a CUDA device is usable."""
-    return "cuda" in str(_true_device())
-
-
-@functools.cache
-def _true_device() -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return torch.cuda.is_available()
 
 
 def device() -> torch.device:
@@ -139,9 +135,6 @@ def _check_versions() -> None:
         raise ImportError(f"megatron-core {found} is installed; supported: {', '.join(SUPPORTED_MEGATRON)}.x")
 
 
-# --------------------------------------------------------------------------------------------- torch's own calls
-
-
 def _is_cuda(value: Any) -> bool:
     return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
 
@@ -185,18 +178,14 @@ class _NoStream:
         return True
 
 
-@contextlib.contextmanager
-def _no_context(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
 def _torch_patches() -> list[Patch]:
     cpu = torch.device("cpu")
-    factories = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "as_tensor")
-    likes = ("zeros_like", "ones_like", "empty_like", "full_like")
+    factories = (
+        "tensor zeros ones empty full arange rand randn randint as_tensor zeros_like ones_like empty_like full_like"
+    )
     patches = [
         Patch(torch, name, _on_cpu(getattr(torch, name)), 'megatron.core and nemo.lightning: device="cuda" literals')
-        for name in factories + likes
+        for name in factories.split()
     ]
     patches += [
         Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to), 'nemo megatron_strategy.training_step: .to("cuda")'),
@@ -207,10 +196,8 @@ def _torch_patches() -> list[Patch]:
         "current_device": (lambda: cpu, "megatron.core.tensor_parallel.layers, pipeline p2p: device of a new tensor"),
         "set_device": (lambda *a: None, "nemo.lightning.pytorch.strategies.utils.init_model_parallel"),
         "synchronize": (lambda *a: None, "megatron.core.timers, dist_checkpointing async saves"),
-        "empty_cache": (lambda: None, "nemo.lightning.megatron_parallel, checkpoint callbacks"),
         "current_stream": (_NoStream, "megatron.core.distributed.param_and_grad_buffer"),
-        "default_stream": (_NoStream, "megatron.core.distributed"),
-        "stream": (_no_context, "nemo megatron_parallel.init_model_parallel: DDP on a side stream"),
+        "stream": (contextlib.nullcontext, "nemo megatron_parallel.init_model_parallel: DDP on a side stream"),
         "Stream": (_NoStream, "megatron.core.distributed, dist_checkpointing filesystem_async"),
         "Event": (_NoStream, "megatron.core.distributed.param_and_grad_buffer"),
         "get_rng_state": (lambda *a, **k: torch.get_rng_state(), "megatron.core.tensor_parallel.random: RNG tracker"),
@@ -219,15 +206,9 @@ def _torch_patches() -> list[Patch]:
             "megatron.core.tensor_parallel.random: RNG tracker",
         ),
         "manual_seed": (lambda seed: torch.manual_seed(seed), "megatron.core.tensor_parallel.random: RNG tracker"),
-        "get_device_properties": (lambda *a: None, "megatron.core: device queries"),
-        "max_memory_allocated": (lambda *a: 0, "nemo.lightning memory logging"),
-        "memory_allocated": (lambda *a: 0, "nemo.lightning memory logging"),
     }
     patches += [Patch(torch.cuda, name, call, reason) for name, (call, reason) in calls.items()]
     return patches
-
-
-# ------------------------------------------------------------------------------------------ Megatron's and NeMo's
 
 
 def _upstream_patches() -> list[Patch]:

@@ -5,6 +5,7 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from typing import Any
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.config import PluginConfig, RunConfig, settings_of
+from nemo_flashrl.rollout.codec import Codec
 
-CHECKED_PROMPTS = 64
+CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
 
 
 @dataclass
@@ -52,7 +54,23 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     tasks = environment.tasks(settings)
     if len(tasks) == 0:
         raise ValueError(f"environment.name={config.environment.name!r} has no tasks: the prompt set is empty")
-    return Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel)
+    parts = Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel)
+    asyncio.run(_check_prompts(config, parts))
+    return parts
+
+
+async def _check_prompts(config: RunConfig, parts: Parts) -> None:
+    codec = Codec(parts.tokenizer)
+    for index in range(min(CHECKED_PROMPTS, len(parts.tasks))):
+        environment = parts.environment(parts.environment_settings)
+        async with asyncio.timeout(config.rollout.step_timeout):
+            length = len(codec.prompt_ids(await environment.reset(parts.tasks[index])))
+            await environment.close()
+        if length >= config.model.context_length:
+            raise ValueError(
+                f"model.context_length={config.model.context_length}: the prompt of task {index} has {length} tokens "
+                "and leaves no room for an answer"
+            )
 
 
 def _load(loader: Any, plugin: PluginConfig, where: str) -> type:

@@ -18,6 +18,10 @@ class TestBounds:
     def test_a_bound_beyond_the_sum(self):
         assert lower_bound(np.array([6, 6, 6, 1]), 10) == 3  # 19 tokens, but no two sixes fit
         assert lower_bound(np.array([4, 4, 4, 4, 4, 4, 4]), 10) == 4  # 28 tokens, but two a bin
+        # 20 tokens, and 3 + 4 + 4 is above 10 already: no bin holds three.
+        assert lower_bound(np.array([5, 4, 4, 4, 3]), 10) == 3
+        assert lower_bound(np.array([7, 7, 2]), 8) == 3  # 16 tokens, but nothing goes with a seven
+        assert lower_bound(np.array([6, 6, 6, 4]), 11) == 3  # 22 tokens, but no two sixes fit
         assert lower_bound(np.array([], dtype=np.int64), 10) == 0
 
     @PROPERTY
@@ -37,6 +41,13 @@ class TestBounds:
         bin_of, num_bins, bound = fewest_bins(sizes, 10, num_ranks=1)
         assert (num_bins, bound) == (2, 2)
         assert np.bincount(bin_of, sizes).tolist() == [10, 10]
+
+    def test_a_packing_that_filling_one_bin_at_a_time_misses(self):
+        # 9 + 4 + 4, 7 + 6 + 4.. must not be closed by the fullest subset; 17 | 9 + 7 | 7 + 6 + 4 | 7 + 5 + 4 fill four.
+        sizes = np.array([17, 9, 7, 7, 7, 6, 5, 4, 4])
+        bin_of, num_bins, bound = fewest_bins(sizes, 17, num_ranks=1)
+        assert (num_bins, bound) == (4, 4)
+        assert sorted(np.bincount(bin_of, sizes).tolist()) == [16, 16, 17, 17]
 
     @PROPERTY
     @given(

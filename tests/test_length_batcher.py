@@ -7,7 +7,6 @@ import math
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,11 +25,6 @@ def batcher(budget: int, context: int = 100_000, **changes: object) -> LengthBat
 def shares(plan: Plan) -> list[list[list[int]]]:
     """Lengths instead of places, in an order that does not depend on the seed."""
     return sorted(sorted(sorted(plan.lengths[i] for i in places) for places in rank) for rank in plan.ranks)
-
-
-def log_normal(count: int, seed: int = 0) -> list[int]:
-    lengths = np.exp(np.random.default_rng(seed).normal(math.log(6000), 1.0, count))
-    return np.clip(lengths, 1, 32768).astype(int).tolist()
 
 
 class TestPlansByHand:
@@ -75,6 +69,17 @@ class TestPlansByHand:
         # One group pads 100 - 60 = 40 of 200 tokens, two pad nothing.
         assert batcher(1000, layout="padded", max_padding_share=0.2).plan([100, 60], 1).num_microbatches == 1
         assert batcher(1000, layout="padded", max_padding_share=0.19).plan([100, 60], 1).num_microbatches == 2
+
+    def test_rounding_counts_as_padding_but_takes_no_more_than_half_the_limit(self):
+        # Rounded up to 1600 and 1584: together 3200 tokens, of which 3154 are real. 3154 / 0.988 = 3192 would not do,
+        # but half the limit is the grouping's: 3184 / 0.994 = 3203 does. 3184 / 0.9955 = 3198 does not.
+        lengths = [1600 - 15, 1584 - 15]
+        assert (
+            batcher(9000, layout="padded", multiple=16, max_padding_share=0.012).plan(lengths, 1).num_microbatches == 1
+        )
+        assert (
+            batcher(9000, layout="padded", multiple=16, max_padding_share=0.009).plan(lengths, 1).num_microbatches == 2
+        )
 
     def test_longer_than_the_budget_goes_alone(self):
         for layout in LAYOUTS:
@@ -245,34 +250,20 @@ class TestProperties:
         ]
         assert aligned[0] == aligned[1]
 
-    def test_the_seed_moves_equal_trajectories_and_microbatches(self):
+    def test_the_seed_moves_equal_trajectories_microbatches_and_shares(self):
         plans = {batcher(100).plan([50] * 12, dp_size=2, seed=seed).ranks for seed in range(20)}
         assert len(plans) == 20
+        orders = {batcher(9).plan([9, 8, 7, 6], dp_size=1, seed=seed).ranks for seed in range(40)}
+        assert 12 < len(orders) <= 24  # of four microbatches
+        firsts = {batcher(9).plan([9, 8], dp_size=2, seed=seed).ranks for seed in range(20)}
+        assert len(firsts) == 2  # of two ranks
 
 
-class TestQuality:
-    """What the benchmark measures at large, held here at a few sizes so that a change cannot lose it unnoticed."""
-
-    @pytest.mark.parametrize("dp_size", [1, 4, 8])
-    def test_packed(self, dp_size):
-        plan = batcher(32768, multiple=8).plan(log_normal(256), dp_size)
-        assert plan.num_microbatches == plan.lower_bound
-        assert plan.padding_share <= 0.001
-        assert plan.budget_use >= 0.97
-        assert plan.cost_imbalance <= 1e-4
-
-    @pytest.mark.parametrize("dp_size", [1, 4, 8])
-    def test_padded(self, dp_size):
-        plan = batcher(32768, multiple=8, layout="padded").plan(log_normal(256), dp_size)
-        assert plan.num_microbatches == plan.lower_bound
-        assert plan.padding_share <= 0.02
-        assert plan.cost_imbalance <= 1e-3
-
-    def test_cost_coefficients_of_an_8b_model(self):
-        cost = token_cost(7.5e9, 32, 4096)
-        assert cost.linear == 1.5e10
-        assert cost.quadratic == 262144
-        assert cost.quadratic / cost.linear == pytest.approx(BatchingSettings(1, 10).quadratic_cost, rel=2e-3)
+def test_cost_coefficients_of_an_8b_model():
+    cost = token_cost(7.5e9, 32, 4096)
+    assert cost.linear == 1.5e10
+    assert cost.quadratic == 262144
+    assert cost.quadratic / cost.linear == pytest.approx(BatchingSettings(1, 10).quadratic_cost, rel=2e-3)
 
 
 def test_planning_imports_no_framework():

@@ -1,8 +1,8 @@
 """The fused output layer on one rank, against plain formulas over full logits in float64.
 
-What fp32 can hold: a logit of size |z| carries a rounding error of |z| 2^-24, and the log-prob with it. Errors of log-probs
-are therefore relative to max(1, |z|), z the row's largest logit; where the logits are exact in fp32 (dyadic inputs), to
-max(1, |logp|). Errors of gradients are relative in the norm.
+What fp32 can hold: a logit of size |z| carries a rounding error of |z| 2^-24, log-prob and gradient with it.
+Errors of log-probs are relative to max(1, |logp|), of gradients in the norm, for logits up to 3 and for logits up to 80
+that fp32 holds exactly. Peaked logits that it does not hold are compared with what plain fp32 makes of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
 from nemo_flashrl.ops import products as products_module
-from nemo_flashrl.ops.reference import linear_logprob, linear_policy_loss
+from nemo_flashrl.ops.reference import linear_policy_loss
 
 SIZES = [  # T, H, rows of the weight, true vocabulary, chunk
     (0, 8, 16, 16, 4),
@@ -63,7 +63,7 @@ def linear_loss(coefficient: Tensor):
 
 
 def run(way: str, inputs: dict[str, Tensor], *, entropy: bool, vocab_size, temperature=1.0, chunk_tokens, **more):
-    """(loss, log-probs, gradient of hidden, gradient of weight) of sum(coefficient * logp + entropy_weight * entropy)."""
+    """(loss, log-probs, gradients of hidden and weight) of sum(coefficient * logp + entropy_weight * entropy)."""
     hidden, weight = (inputs[name].clone().requires_grad_() for name in ("hidden", "weight"))
     coefficient, targets = inputs["coefficient"], inputs["targets"]
     settings = {"vocab_size": vocab_size, "temperature": temperature, "chunk_tokens": chunk_tokens, **more}
@@ -257,7 +257,7 @@ def test_gradcheck(way):
         )[0]
 
     class Fresh(torch.autograd.Function):
-        """Runs anew for each backward: gradcheck asks for several, and a one-pass loss hands its gradients over once."""
+        """Runs anew for each backward: gradcheck asks for several, a one-pass loss hands its gradients over once."""
 
         @staticmethod
         def forward(ctx, hidden, weight):

@@ -87,8 +87,8 @@ class PackedBins(_BinsOfItems):
     def exchanges(self, givers: np.ndarray, takers: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Cost changes of the givers' and the takers' group, float64 [G, T + k] each, inf where it does not fit.
 
-        Column j < T exchanges a giver with taker j; column T + j moves the giver into bin j and takes nothing back. Whether
-        the takers fit the giver's bin is not asked: an exchange is of use only if its group loses cost, so tokens.
+        Column j < T exchanges a giver with taker j; column T + j moves the giver into bin j and takes nothing back.
+        Whether a taker fits the giver's bin is not asked: only a shorter one, which does, makes the group cheaper.
         """
         nothing = np.zeros(len(bins), dtype=np.int64)
         back_size = np.concatenate((self.sizes[takers], nothing))

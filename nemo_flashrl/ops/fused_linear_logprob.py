@@ -67,7 +67,6 @@ def fused_linear_logprob(
     A row whose incoming gradient is exactly 0 is left out of backward, NaN in its `hidden` or not.
     """
     options = HeadOptions(tp_group, vocab_size, temperature, chunk_tokens, sequence_parallel, reduce_hidden_gradient)
-    make_head(hidden, weight, targets, mask, options)  # complain outside autograd
     check_grad_weight(grad_weight, weight)
     outputs = _LogProb.apply(hidden, weight, targets, mask, options, return_entropy, grad_weight, on_grad_weight)
     return outputs if return_entropy else outputs[0]

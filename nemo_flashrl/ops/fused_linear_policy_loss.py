@@ -116,7 +116,7 @@ def policy_pass(
         if entropy:
             chunk.put(entropies, statistics.entropies)
         if entropy_weight is not None:
-            slope = chunk.take(entropy_weight)
+            slope = chunk.take(entropy_weight).to(logprobs.dtype)
             total += torch.where(slope != 0, slope * statistics.entropies, 0).sum()
         if sums is not None:
             slope = None if slope is None else slope * loss_scale

@@ -114,13 +114,14 @@ class _Rule:
         """(loss, d loss / d logprob [T], d loss / d entropy [T] or None) from all log-probs."""
         keep = self.gate(logprobs, entropies)
         value, derivative = self.loss(logprobs, keep, slice(0, logprobs.numel()))
+        derivative = derivative.to(logprobs.dtype)
         if self.mask is not None:
             keep = keep & self.mask
             value, derivative = torch.where(self.mask, value, 0), torch.where(self.mask, derivative, 0)
         total = value.sum()
         if self.entropy_weight is None:
             return total, derivative, None
-        slope = torch.where(keep, self.entropy_weight, 0)
+        slope = torch.where(keep, self.entropy_weight.to(logprobs.dtype), 0)
         return total + torch.where(keep, slope * entropies, 0).sum(), derivative, slope
 
 

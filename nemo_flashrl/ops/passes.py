@@ -1,16 +1,14 @@
 """The walks over the output layer that the public functions are made of.
 
-Legend: T = tokens, C = rows of a chunk, n = live rows of a chunk, H = hidden size, V = this rank's vocabulary rows, y =
-target.
+Legend: T = tokens, C = rows of a chunk, n = live rows of a chunk, H = hidden size, V = this rank's vocabulary rows,
+y = the target.
 
-With c = dL/dlogp and w = dL/dentropy of one token, e_v = exp(z_v - m) and S the sum of exponentials, relative to the
-same m,
+With c = dL/dlogp and w = dL/dentropy of one token, e_v = exp(z_v - m) and S their sum over the whole vocabulary,
 
     dL/dz_v = c (1[v = y] - p_v) - w p_v (log p_v + entropy),        p_v = e_v / S
 
-The target's entry is taken out of e and added as a term of its own: c (1 - p_y) is then formed as -c expm1(log p_y),
-with no cancellation where p_y is near 1, whatever the precision of the products. What is left needs no further `[C, V]`
-pass:
+The target's entry is taken out of e and added as a term of its own, c (1 - p_y) = -c expm1(log p_y) in fp32: where p_y
+is near 1, as most sampled tokens are, half-precision products would lose the difference. No further `[C, V]` pass:
 
     dhidden = a * (e @ W) + t * W[y]         dW += e^T @ (a * hidden)        dW[y] += t * hidden
     a = -c / (S temperature)                 t = -c expm1(log p_y) / temperature
@@ -34,8 +32,7 @@ from .tensor_parallel import HiddenGradient, StatisticsExchange, gathered_rows
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """What the log-prob pass leaves for the gradient pass, each fp32 (fp64) `[T]`; rows outside the mask hold the
-    fill."""
+    """What the log-prob pass leaves for the gradient pass, each fp32 (fp64) `[T]`; outside the mask, the fill."""
 
     logprobs: Tensor  # fill 0
     maximum: Tensor  # fill 0
@@ -205,6 +202,7 @@ class GradientSums:
         if self.weight is not None and num_columns:
             own = self.weight[:num_columns]
             products.add_weight_gradient(matrix, rows, row_factor, own)
+            # An accelerator adds repeated targets in any order, unless torch.use_deterministic_algorithms is on.
             for some in target_blocks(rows.shape[0]):
                 own.index_add_(0, columns[some], rows[some] * target_factor[some, None])
 
@@ -224,14 +222,12 @@ class GradientSums:
 
 
 def target_blocks(num_rows: int) -> Iterator[slice]:
-    """Rows of the targets' own terms a few at a time: the terms of a whole chunk would be one more `[C, H]` fp32
-    matrix."""
+    """The targets' own terms a few at a time: those of a whole chunk would be one more `[C, H]` fp32 matrix."""
     return (slice(start, start + 256) for start in range(0, num_rows, 256))
 
 
 def compact_(matrix: Tensor, live: Tensor, num_live: int) -> Tensor:
-    """Bring the live rows of `[C, V]` to its front, moving as few as possible; returns which row now lies where,
-    `[n]`."""
+    """Bring the live rows of `[C, V]` to its front, moving as few as possible; returns where each came from, `[n]`."""
     order = torch.arange(num_live, device=live.device)
     holes = (~live[:num_live]).nonzero().squeeze(1)
     movers = live[num_live:].nonzero().squeeze(1) + num_live

@@ -66,7 +66,8 @@ def rehearse(rehearsal: Rehearsal) -> Summary:
     print(
         f"warm start trained in {warm_seconds:.0f} s; starting NeMo in {rehearsal.world_size} process(es)", flush=True
     )
-    run_training("rehearsal", overrides, rehearsal.world_size, TRAINING_ENVIRONMENT)
+    log = output / "training.log"
+    run_training("rehearsal", overrides, rehearsal.world_size, TRAINING_ENVIRONMENT, log)
     trained = time.perf_counter() - started
     checkpoint = Path(config.output) / "checkpoint"
     before = _evaluate(config, parts, output / "warm_start", temperature=config.rollout.temperature)

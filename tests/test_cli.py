@@ -1,0 +1,135 @@
+"""What a user sees: help, one clear line for a bad request, exit codes, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl.cli import main
+from nemo_flashrl.rehearsal.warm_start import make_warm_start
+
+FLASHRL = [sys.executable, "-m", "nemo_flashrl.cli"]
+
+
+@pytest.fixture
+def flashrl(capsys):
+    """The command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main([str(a) for a in arguments])
+        except SystemExit as exit_:
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_warm_start(tmp_path_factory.mktemp("cli") / "model", steps=0)
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["rehearse"]])
+def test_help(flashrl, command: list[str]) -> None:
+    code, out, _ = flashrl(*command, "--help")
+    assert code == 0
+    assert out.startswith("usage: flashrl")
+
+
+BAD = {  # overrides -> what the line says
+    "misspelt key": (["trainer.stps=3"], ["trainer.stps", "steps"]),
+    "misspelt setting of a plug-in": (["algorithm.settings.dleta=1"], ["algorithm.settings.dleta", "delta"]),
+    "value of the wrong type": (["trainer.steps=abc"], ["trainer.steps", "abc"]),
+    "value out of range": (["algorithm.settings.delta=-1"], ["delta", "-1"]),
+    "no such algorithm": (["algorithm.name=ppo"], ["algorithm.name", "ppo", "grpo"]),
+    "parallel sizes that do not fit the processes": (["parallel.tensor=2"], ["parallel.tensor=2", "1 processes"]),
+    "missing checkpoint": (["model.path=/nowhere"], ["model.path", "/nowhere"]),
+    "environment that does not import": (["environment.name=no_such.module.Env"], ["environment.name", "no_such"]),
+    "empty prompt set": (["environment.settings.num_tasks=0"], ["environment.name", "no tasks"]),
+    "context beyond the model's": (["model.context_length=4096"], ["model.context_length=4096", "128"]),
+    "prompt longer than the context": (["model.context_length=5"], ["model.context_length=5", "prompt"]),
+    "stop token that is none": (["rollout.stop=[banana]"], ["rollout.stop", "banana"]),
+    "batch that groups do not divide": (["algorithm=grpo", "rollout.batch_size=12"], ["rollout.batch_size=12", "8"]),
+    "group of one": (["algorithm=grpo", "algorithm.settings.group_size=1"], ["group_size", "1"]),
+    "reference that is not there": (["algorithm=grpo", "algorithm.settings.kl_coefficient=0.1"], ["kl_coefficient"]),
+    "no form of key=value": (["trainer.steps"], ["trainer.steps", "key=value"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_request_is_one_line(flashrl, case: str, model: Path, tmp_path: Path) -> None:
+    overrides, words = BAD[case]
+    output = tmp_path / "run"
+    code, _, err = flashrl("train", "rehearsal", f"output={output}", f"model.path={model}", *overrides)
+    assert code == 2, err
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("flashrl train: ")
+    for word in words:
+        assert word in lines[0]
+    assert not output.exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(flashrl, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "model"
+    other.mkdir()
+    for file in model.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 20}))
+    code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={other}")
+    assert code == 2
+    assert "23 tokens" in err
+    assert "vocab_size is 20" in err
+
+
+def test_existing_output_is_kept(flashrl, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    code, _, err = flashrl("train", "rehearsal", f"output={tmp_path}", f"model.path={model}")
+    assert code == 2
+    assert "never overwrites" in err
+    code, _, err = flashrl("rehearse", "--output", tmp_path)
+    assert code == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_rehearsal_refused_after_the_warm_start_leaves_nothing(flashrl, tmp_path: Path) -> None:
+    code, _, err = flashrl("rehearse", "--tp", 3, "--output", tmp_path / "r")
+    assert code == 2
+    assert "parallel.tensor=3" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refusal_has_no_traceback(tmp_path: Path) -> None:
+    """In a process of its own, as a shell sees it."""
+    command = [*FLASHRL, "train", "rehearsal", f"output={tmp_path / 'run'}", "model.path=/nowhere", "trainer.stps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("flashrl train: ")
+    assert "Traceback" not in done.stderr
+
+
+def descendants(marker: str) -> list[str]:
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    return [line for line in listing.splitlines() if marker in line and "ps -eo" not in line]
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    output = tmp_path / "interrupted"
+    process = subprocess.Popen([*FLASHRL, "rehearse", "--pp", "2", "--output", str(output)], start_new_session=True)
+    deadline = time.monotonic() + 100
+    while len(descendants(str(output))) < 4:  # the command, torchrun and two ranks
+        assert time.monotonic() < deadline, descendants(str(output))
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert descendants(str(output)) == []

@@ -1,0 +1,61 @@
+"""What every rank's step is made of: global weights, equal counts, errors that reach all ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from processes import run_ranks
+from tiny import random_trajectories
+
+from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce
+from nemo_flashrl.data.datamodule import plan_steps
+from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
+from nemo_flashrl.records import Batch
+
+
+def steps_for(trajectories, dp_size: int, budget: int = 150):
+    settings = BatchingSettings(
+        max_tokens_per_microbatch=budget, context_length=100, layout="padded", context_margin=0.0
+    )
+    batch = Batch(tuple(trajectories), 0)
+    return plan_steps(batch, FlashReinforce(), LengthBatcher(settings), dp_size=dp_size, pad_multiple=1, seed=0)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3])
+def test_weights_are_those_of_the_whole_batch(dp_size: int) -> None:
+    """1 / (B T_i) whatever the split: B times the action-token weighted sum of weights is B / B = 1."""
+    trajectories = random_trajectories(10, 50)
+    steps = steps_for(trajectories, dp_size)
+    total = sum(
+        float((m["token_weights"][m["row_index"]] * m["target_mask"]).sum()) for s in steps for m in s.microbatches
+    )
+    assert total == pytest.approx(1.0, rel=1e-6)
+    mean = sum(t.reward for t in trajectories) / 10
+    advantages = sorted(a for s in steps for m in s.microbatches for a in m["advantages"].tolist() if a)
+    assert advantages == pytest.approx(sorted(t.reward - mean for t in trajectories if t.reward != mean))
+
+
+def test_ranks_run_equally_many_microbatches() -> None:
+    """Three long trajectories on two ranks: the idle rank runs a masked row of weight 0."""
+    trajectories = [t for t in random_trajectories(40, 50) if len(t.token_ids) > 40][:3]
+    steps = steps_for(trajectories, dp_size=2, budget=60)
+    assert [len(s.microbatches) for s in steps] == [2, 2]
+    empty = [m for s in steps for m in s.microbatches if not m["target_mask"].any()]
+    assert len(empty) == 1
+    assert empty[0]["token_weights"].tolist() == [0.0]
+
+
+def test_a_split_by_rank_would_show() -> None:
+    """The counterexample: centring each rank's share by its own mean gives other advantages."""
+    steps = steps_for(random_trajectories(10, 50, seed=2), dp_size=2)
+    means = [torch.cat([m["advantages"] for m in s.microbatches]).mean().abs() for s in steps]
+    assert max(means) > 0.01  # zero on each rank if each had centred itself
+
+
+def test_an_error_of_the_collector_reaches_every_rank(tmp_path) -> None:
+    """The collecting rank raises; without word from it the others would wait for ever."""
+    run_ranks(2, "collector_error", tmp_path, timeout=60)
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert seen == [["ConnectionError", "no server answers"]] * 2

@@ -1,0 +1,116 @@
+"""The fused output layer: what it keeps, what it takes on paper and at the allocator, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
+from nemo_flashrl.ops.memory import policy_head_memory
+
+H, V, CHUNK = 16, 101, 10
+
+
+def constant_loss(coefficient: float):
+    return lambda logprobs, tokens: (coefficient * logprobs, torch.full_like(logprobs, coefficient))
+
+
+def test_no_logits_and_no_graph_outlive_a_microbatch():
+    hidden, weight, targets = (
+        torch.randn(400, H).requires_grad_(),
+        torch.randn(V, H).requires_grad_(),
+        torch.randint(V, (400,)),
+    )
+    limit = CHUNK * V  # numbers in one chunk of logits
+    seen = []
+
+    def loss(logprobs: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        sizes = [x.numel() for x in gc.get_objects() if type(x) is Tensor and x.shape[-1:] == (V,)]
+        seen.append(max(sizes))
+        return logprobs, torch.ones_like(logprobs)
+
+    total, logprobs = fused_linear_policy_loss(hidden, weight, targets, loss, chunk_tokens=CHUNK)
+    assert len(seen) == 10 and max(seen) == limit
+    total.backward()
+    recomputed = fused_linear_logprob(hidden, weight, targets, chunk_tokens=CHUNK)
+    assert (recomputed - logprobs).abs().max() <= 1e-6
+    recomputed.sum().backward()
+    alive = [weakref.ref(total.grad_fn), weakref.ref(recomputed.grad_fn)]
+    del total, logprobs, recomputed
+    assert [graph() for graph in alive] == [None, None]  # reference counts alone free them
+    gc.collect()
+    assert not any(type(x) is Tensor and x.shape[-1:] == (V,) for x in gc.get_objects())
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("tokens", [300, 450])
+def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct):
+    hidden, weight = torch.randn(tokens, 64).requires_grad_(), torch.randn(3000, 64).requires_grad_()
+    targets = torch.randint(3000, (tokens,))
+    main_grad = torch.zeros(3000, 64) if direct else None
+
+    def call() -> None:
+        fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), chunk_tokens=100, grad_weight=main_grad)[
+            0
+        ].backward()
+
+    call()
+    hidden.grad = weight.grad = None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    plan = policy_head_memory(tokens, 64, 3000, chunk_tokens=100, element_bytes=4, direct_weight_gradient=direct)
+    assert plan.peak <= peak * 1.001 and peak <= plan.peak * 1.03
+
+
+def test_the_plan_of_a_large_job():
+    # T=32768 H=4096 V=128256 bf16, weight gradient summed into main_grad. By hand at TP=1, chunk 1024, in MiB:
+    # logits 501, gradient of hidden 256, chunk states 16 + 8, vectors 1/4.
+    peaks = [
+        policy_head_memory(32768, 4096, 128256, tensor_parallel=ranks, chunk_tokens=chunk).peak / 2**20
+        for ranks, chunk in ((1, 1024), (2, 2048), (4, 2048), (8, 2048))
+    ]
+    assert peaks == pytest.approx([781.25, 725.25, 402.75, 241.5], abs=0.01)
+    assert policy_head_memory(32768, 4096, 128256).naive == pytest.approx(31.3 * 2**30, rel=0.01)
+
+
+GOOD = {"hidden": torch.zeros(4, H), "weight": torch.zeros(V, H), "targets": torch.zeros(4, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(2, 2, H)}, r"flatten \[S, B, H\]"),
+        ({"hidden": torch.zeros(4, H + 1)}, "same H"),
+        ({"weight": torch.zeros(V, H, dtype=torch.float16)}, "same floating dtype"),
+        ({"targets": torch.zeros(5, dtype=torch.int64)}, "give int64 of 4 ids"),
+        ({"targets": torch.zeros(4, dtype=torch.int32)}, "give int64 of 4 ids"),
+        ({"targets": torch.tensor([0, 1, V, 0])}, rf"targets\[2\]={V} is outside the vocabulary of {V}"),
+        ({"targets": torch.tensor([0, -1, 0, 0])}, r"targets\[1\]=-1"),
+        ({"targets": torch.tensor([0, 95, 0, 0]), "vocab_size": 90}, "outside the vocabulary of 90"),
+        ({"vocab_size": V + 1}, f"vocab_size={V + 1}"),
+        ({"vocab_size": 0}, "vocab_size=0"),
+        ({"temperature": 0.0}, "temperature=0.0: give a finite number above 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"chunk_tokens": 0}, "chunk_tokens=0: give at least 1"),
+        ({"mask": torch.ones(4)}, r"mask has shape \(4,\) and dtype torch.float32"),
+        ({"grad_weight": torch.zeros(V, H + 1)}, "grad_weight has shape"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_remedy(change, message):
+    arguments = GOOD | change
+    with pytest.raises(ValueError, match=message):
+        fused_linear_logprob(**arguments)
+    with pytest.raises(ValueError, match=message):
+        fused_linear_policy_loss(loss=constant_loss(1.0), **arguments)
+    with pytest.raises(ValueError, match=message):
+        gate = lambda logprobs, entropies: torch.ones(4, dtype=torch.bool)  # noqa: E731
+        fused_linear_gated_policy_loss(gate=gate, loss=lambda logprobs, keep, tokens: (logprobs, logprobs), **arguments)
