@@ -77,7 +77,7 @@ class _LogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, mask, options, return_entropy, grad_weight, on_grad_weight):
         with torch.autocast(hidden.device.type, enabled=False):
             head = make_head(hidden, weight, targets, mask, options)
-            statistics = logprob_pass(head, mask, entropy=return_entropy)
+            statistics, _ = logprob_pass(head, head.chunks(mask), entropy=return_entropy)
         ctx.save_for_backward(
             hidden,
             weight,

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from .chunks import Chunk
 from .fused_linear_logprob import check_grad_weight
 from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
-from .passes import GradientSums, chunk_buffer, walk
+from .passes import GradientSums, walk
 
 # (logprobs [n], their place in the flat batch) -> (value [n], d value / d logprob [n])
 TokenLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
@@ -107,7 +107,7 @@ def policy_pass(
     entropies = head.per_token() if entropy else None
     chunks = head.chunks(mask)
     keep_logits = entropy_weight is not None and sums is not None
-    for item in walk(head, chunks, chunk_buffer(head, chunks), entropy=entropy, keep_logits=keep_logits):
+    for item in walk(head, chunks, entropy=entropy, keep_logits=keep_logits):
         chunk, statistics = item.chunk, item.exchange.result()
         chunk.put(logprobs, statistics.logprobs)
         value, derivative = apply_loss(loss, chunk, statistics.logprobs, head.targets.numel())

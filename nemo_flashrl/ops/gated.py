@@ -1,14 +1,15 @@
-"""A policy loss behind a gate that sees every log-prob first, such as a sequence gate on a trajectory's mean
-divergence.
+"""A policy loss behind a gate that sees every log-prob first, such as a bound on a trajectory's mean divergence.
 
-No token's coefficient is known before all log-probs are. Three ways give the same numbers; the cheapest that the inputs
-allow is taken, for a live share f of the tokens (masked, rejected, clipped and zero-advantage tokens are not live):
+No token's coefficient is known before all log-probs are, and by then most logits are gone. A live share f of the tokens
+(masked, rejected, clipped and zero-advantage tokens are not live) costs
 
 | when | matrix products |
 | --- | --- |
 | log-probs at the current weights are given | 3f: only live rows are ever computed |
-| the logits of all tokens fit one chunk, or `logits_budget_bytes` | 1 + 2f, gradients formed in forward |
-| else | 1 + 3f, live logits recomputed in backward |
+| a chunk's exponentials are still there: the last chunk always, more within `logits_budget_bytes` | 1 + 2f |
+| else | 1 + 3f: the logits of live rows are formed again |
+
+with the same numbers. Gradients are formed in forward, as in the one-pass loss.
 
 Legend: T = tokens, H = hidden size, V = vocabulary rows over all ranks, TP = tensor-parallel size.
 """
@@ -21,12 +22,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .fused_linear_logprob import check_grad_weight, fused_linear_logprob
+from .chunks import Chunk
+from .fused_linear_logprob import check_grad_weight
 from .fused_linear_policy_loss import attach_gradients, gradient_sums, policy_pass
 from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
-from .passes import ChunkLogits, GradientSums, walk
+from .passes import GradientSums, gradient_pass, logprob_pass
 from .tensor_parallel import gathered_rows
 
 # (all log-probs [T], all entropies [T] or None) -> which tokens enter the loss, bool [T]
@@ -66,8 +67,8 @@ def fused_linear_gated_policy_loss(
         loss: `loss(logprobs, keep, tokens) -> (value, d value / d logprob)`, 0 where not `keep`.
         logprobs, entropies: fp32 (fp64) `[T]` at the current weights and temperature, where a former pass has left
             them.
-        logits_budget_bytes: how much logits may take on this rank, `4 T V / TP` (8 for fp64) being the whole; what fits
-            one chunk always may.
+        logits_budget_bytes: how much logits may take on this rank, `4 T V / TP` (fp64: 8) being the whole; one chunk's
+            worth is taken in any case.
         entropy_weight: as in `fused_linear_policy_loss`; counts where the gate keeps a token.
 
     Returns:
@@ -83,23 +84,19 @@ def fused_linear_gated_policy_loss(
     if logprobs is not None and entropy and entropies is None:
         raise ValueError("logprobs are given and entropies are needed, but entropies=None: give both, or neither")
 
-    # The sizes below are equal on all ranks, so that all ranks take the same way.
-    num_rows = targets.numel() if mask is None else int(mask.sum())
-    num_bytes = num_rows * weight.shape[0] * (8 if weight.dtype == torch.float64 else 4)
-    if logprobs is None and num_rows > chunk_tokens and num_bytes > logits_budget_bytes:
-        total, logprobs, entropies = _recomputed(
-            hidden, weight, targets, mask, rule, options, entropy, grad_weight, on_grad_weight
-        )
-    else:
-        with_gradient = torch.is_grad_enabled()
-        with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            head = make_head(hidden, weight, targets, mask, options)
-            sums = gradient_sums(head, hidden, weight, grad_weight) if with_gradient else None
-            if logprobs is None:
-                total, logprobs, entropies = _held(head, mask, rule, sums, loss_scale, entropy)
-            else:
-                total = _given(head, rule, logprobs, entropies, sums, loss_scale)
-        total = attach_gradients(total, hidden, weight, sums, loss_scale, grad_weight is not None, on_grad_weight)
+    with_gradient = torch.is_grad_enabled()
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        head = make_head(hidden, weight, targets, mask, options)
+        sums = gradient_sums(head, hidden, weight, grad_weight) if with_gradient else None
+        if logprobs is not None:
+            total = _given(head, rule, logprobs, entropies, sums, loss_scale)
+        else:
+            # All ranks must hold the same chunks; their shards of the true vocabulary may differ in size.
+            row_bytes = weight.shape[0] * head.products.dtype.itemsize
+            total, logprobs, entropies = _two_walks(
+                head, head.chunks(mask), rule, sums, loss_scale, entropy, logits_budget_bytes // row_bytes
+            )
+    total = attach_gradients(total, hidden, weight, sums, loss_scale, grad_weight is not None, on_grad_weight)
     return (total, logprobs, entropies) if return_entropy else (total, logprobs)
 
 
@@ -140,64 +137,35 @@ def _given(
     return total
 
 
-def _held(
-    head: Head, mask: Tensor | None, rule: _Rule, sums: GradientSums | None, loss_scale: float, entropy: bool
+def _two_walks(
+    head: Head,
+    chunks: list[Chunk],
+    rule: _Rule,
+    sums: GradientSums | None,
+    loss_scale: float,
+    entropy: bool,
+    rows_to_hold: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """1 + 2f products: exponentials (logits, where an entropy term needs them) of all chunks wait for the gate."""
-    logprobs, entropies = head.per_token(), head.per_token() if entropy else None
-    chunks = head.chunks(mask)
-    waiting: list[ChunkLogits | None] = []
-    for item in walk(head, chunks, None, entropy=entropy, keep_logits=rule.entropy_weight is not None):
-        item.statistics = item.exchange.result()
-        item.chunk.put(logprobs, item.statistics.logprobs)
-        if entropy:
-            item.chunk.put(entropies, item.statistics.entropies)
-        item.rows = None  # gathered again: together they would be the whole of hidden
-        waiting.append(item)
-    total, derivative, slope = rule.decide(logprobs, entropies)
-    if sums is not None:
-        for index, (chunk, rows) in enumerate(gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel)):
-            item, waiting[index] = waiting[index], None
-            part = None if slope is None else chunk.take(slope) * loss_scale
-            sums.add(chunk, rows, item.matrix, item.targets, item.statistics, chunk.take(derivative) * loss_scale, part)
-    return total, logprobs, entropies
-
-
-def _recomputed(
-    hidden, weight, targets, mask, rule, options, entropy, grad_weight, on_grad_weight
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """1 + 3f products: a differentiable log-prob pass, whose backward recomputes live rows, with the rule on top."""
-    result = fused_linear_logprob(
-        hidden,
-        weight,
-        targets,
-        tp_group=options.tp_group,
-        vocab_size=options.vocab_size,
-        temperature=options.temperature,
-        chunk_tokens=options.chunk_tokens,
-        return_entropy=entropy,
-        mask=mask,
-        sequence_parallel=options.sequence_parallel,
-        reduce_hidden_gradient=options.reduce_hidden_gradient,
-        grad_weight=grad_weight,
-        on_grad_weight=on_grad_weight,
+    """(loss, log-probs, entropies): a walk for the log-probs, then one over the live rows, chunks still held first."""
+    num_held = 0
+    if sums is not None and chunks:
+        num_held = min(len(chunks), max(1, rows_to_hold // chunks[0].num_rows))
+    statistics, held = logprob_pass(
+        head, chunks, entropy=entropy, keep_logits=rule.entropy_weight is not None, num_held=num_held
     )
-    logprobs, entropies = result if entropy else (result, None)
-    total = _Decided.apply(logprobs, entropies, rule)
-    return total, logprobs.detach(), None if entropies is None else entropies.detach()
+    total, derivative, slope = rule.decide(statistics.logprobs, statistics.entropies)
+    if sums is None:
+        return total, statistics.logprobs, statistics.entropies
+    derivative = derivative * loss_scale
+    slope = None if slope is None else slope * loss_scale
 
-
-class _Decided(torch.autograd.Function):
-    """The rule's loss as a function of log-probs and entropies, with the derivatives the rule itself gives."""
-
-    @staticmethod
-    def forward(ctx, logprobs, entropies, rule):
-        total, derivative, slope = rule.decide(logprobs.detach(), None if entropies is None else entropies.detach())
-        ctx.save_for_backward(derivative, slope)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        derivative, slope = ctx.saved_tensors
-        return grad_output * derivative, None if slope is None else grad_output * slope, None
+    held_chunks = chunks[len(chunks) - num_held :]
+    for chunk, rows in gathered_rows(head.hidden, held_chunks, head.group, head.sequence_parallel):
+        item = held.pop(0)  # its storage goes as soon as it is used up
+        part = None if slope is None else chunk.take(slope)
+        sums.add(chunk, rows, item.matrix, item.targets, item.statistics, chunk.take(derivative), part)
+        del item
+        for done in (derivative,) if slope is None else (derivative, slope):
+            chunk.put(done, done.new_zeros(chunk.num_rows))
+    gradient_pass(head, statistics, derivative, slope, sums)
+    return total, statistics.logprobs, statistics.entropies

@@ -58,14 +58,17 @@ class ChunkLogits:
 
 
 def walk(
-    head: Head, chunks: list[Chunk], buffer: Tensor | None, *, entropy: bool, keep_logits: bool
+    head: Head, chunks: list[Chunk], *, entropy: bool, keep_logits: bool = False, num_held: int = 0
 ) -> Iterator[ChunkLogits]:
-    """Each chunk with its logits' statistics under way.
+    """Each chunk with its logits' statistics under way; one buffer `[rows of the largest chunk, V]` serves them all.
 
-    `buffer` `[rows of the largest chunk, V]` is used for every chunk; None gives each chunk storage of its own.
+    The last `num_held` chunks may be kept: each of them has storage of its own, the first of them the buffer.
     """
-    for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
-        matrix = head.empty_logits(chunk.num_rows) if buffer is None else buffer[: chunk.num_rows]
+    buffer = chunk_buffer(head, chunks)
+    num_shared = len(chunks) - max(0, num_held - 1)
+    rows_of = gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel)
+    for index, (chunk, rows) in enumerate(rows_of):
+        matrix = buffer[: chunk.num_rows] if index < num_shared else head.empty_logits(chunk.num_rows)
         head.products.logits(rows, 1 / head.temperature, matrix)
         targets = chunk.take(head.targets)
         columns, owned = head.columns(targets)
@@ -77,29 +80,37 @@ def chunk_buffer(head: Head, chunks: list[Chunk]) -> Tensor:
     return head.empty_logits(max((chunk.num_rows for chunk in chunks), default=0))
 
 
-def logprob_pass(head: Head, mask: Tensor | None, *, entropy: bool) -> TokenStatistics:
-    """One product. A chunk's exchange runs while the next chunk's logits are formed: they reuse one buffer."""
+def logprob_pass(
+    head: Head, chunks: list[Chunk], *, entropy: bool, keep_logits: bool = False, num_held: int = 0
+) -> tuple[TokenStatistics, list[ChunkLogits]]:
+    """One product: all statistics, and the last `num_held` chunks with their logits or exponentials.
+
+    A chunk's exchange runs while the next chunk's logits are formed, in the same buffer: nothing else is needed of it.
+    """
     statistics = TokenStatistics(
         head.per_token(), head.per_token(), head.per_token(1), head.per_token() if entropy else None
     )
 
-    def store(chunk: Chunk, exchange: StatisticsExchange) -> None:
-        result = exchange.result()
-        chunk.put(statistics.logprobs, result.logprobs)
-        chunk.put(statistics.maximum, result.maximum)
-        chunk.put(statistics.exp_sum, result.exp_sum)
+    def settle(item: ChunkLogits) -> None:
+        chunk, item.statistics = item.chunk, item.exchange.result()
+        chunk.put(statistics.logprobs, item.statistics.logprobs)
+        chunk.put(statistics.maximum, item.statistics.maximum)
+        chunk.put(statistics.exp_sum, item.statistics.exp_sum)
         if entropy:
-            chunk.put(statistics.entropies, result.entropies)
+            chunk.put(statistics.entropies, item.statistics.entropies)
 
-    chunks = head.chunks(mask)
-    before = None
-    for item in walk(head, chunks, chunk_buffer(head, chunks), entropy=entropy, keep_logits=False):
+    held, before = [], None
+    walked = walk(head, chunks, entropy=entropy, keep_logits=keep_logits, num_held=num_held)
+    for index, item in enumerate(walked):
+        item.rows = None  # to be gathered again: those of held chunks together could be the whole of hidden
         if before is not None:
-            store(*before)
-        before = (item.chunk, item.exchange)
+            settle(before)
+        if index >= len(chunks) - num_held:
+            held.append(item)
+        before = item
     if before is not None:
-        store(*before)
-    return statistics
+        settle(before)
+    return statistics, held
 
 
 def gradient_pass(
