@@ -67,8 +67,8 @@ class RLMetricsCallback(pl.Callback):
         tokens = sum(len(t.token_ids) for t in batch.trajectories)
         record = {
             "step": trainer.global_step,
-            **trajectory_metrics(batch.trajectories),
             **step.metrics,
+            **trajectory_metrics(batch.trajectories, trainer.global_step - 1),
             **policy_metrics(sums),
             "gradient_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],

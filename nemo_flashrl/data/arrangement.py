@@ -10,9 +10,9 @@ plan's quality depends on the lengths alone, neither on their order nor on a see
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
@@ -168,22 +168,31 @@ def arrange_padded(sizes: np.ndarray, cost: TokenCost, capacity: int, num_ranks:
         grouping = grouping.refined(max_tokens)
         fewest, fewest_bound = grouping.fewest(max_tokens)
     least = least_costliest_rank(cost.of(sizes), num_ranks) * (1 + _EVEN)
-    shares: list[_Share] = []
     best = None
     for extra in range(_MAX_EXTRA + 1):
         num_bins = round_up(fewest, num_ranks) + extra * num_ranks
-        bins = PaddedBins(
-            sizes, cost, _dealt_groups(grouping, cost, num_ranks, num_bins), num_bins, capacity, max_tokens
-        )
-        even_out(bins, num_ranks)
-        if _imbalance(bins, num_ranks) > _UNEVEN:
-            shares = shares or _share_rows(sizes, cost, capacity, num_ranks)
-            bins = _cheaper_of_shares(bins, shares, num_ranks)
+        bins = None
+        for start in _padded_starts(grouping, cost, num_ranks, num_bins):
+            tried = PaddedBins(sizes, cost, start, num_bins, capacity, max_tokens)
+            even_out(tried, num_ranks)
+            fits = tried.tokens() <= max_tokens  # grouping inside the ranks pads more
+            if bins is None or (fits and _costliest_rank(tried, num_ranks) < _costliest_rank(bins, num_ranks)):
+                bins = tried
+            if _imbalance(bins, num_ranks) <= _UNEVEN:
+                break
         if best is None or _costliest_rank(bins, num_ranks) < _costliest_rank(best, num_ranks) * (1 - _WORTH):
             best = bins
         if _imbalance(best, num_ranks) <= _TOLERATED or _costliest_rank(best, num_ranks) <= least:
             break
     return Arrangement(best.bin_of, best.bin_costs, round_up(fewest_bound, num_ranks))
+
+
+def _padded_starts(grouping: RowGrouping, cost: TokenCost, num_ranks: int, num_bins: int) -> Iterator[np.ndarray]:
+    """Ways to hand rows to ranks and bins: what pads least first, then what unlike groups may need."""
+    yield _dealt_groups(grouping, cost, num_ranks, num_bins)
+    start = _grouped_shares(grouping, cost, num_ranks, num_bins)
+    if start is not None:
+        yield start
 
 
 def _dealt_groups(grouping: RowGrouping, cost: TokenCost, num_ranks: int, num_bins: int) -> np.ndarray:
@@ -197,32 +206,29 @@ def _groups_from_cuts(cuts: list[int]) -> np.ndarray:
     return np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))
 
 
-class _Share(NamedTuple):
-    """The rows of one rank, grouped by themselves."""
+def _grouped_shares(grouping: RowGrouping, cost: TokenCost, num_ranks: int, num_bins: int) -> np.ndarray | None:
+    """Rows dealt to the ranks, longest first, and grouped inside each; None if they do not fit the bins that way.
 
-    rows: np.ndarray  # int64, places in `sizes`
-    grouping: RowGrouping
-
-
-def _share_rows(sizes: np.ndarray, cost: TokenCost, capacity: int, num_ranks: int) -> list[_Share]:
-    """Rows dealt one by one, longest first, each to the cheapest rank."""
+    A row goes to the cheapest rank that has room for it, in the bin last opened there or in one more.
+    """
+    sizes = grouping.sizes
+    per_rank = num_bins // num_ranks
     rank_costs, rank_of = np.zeros(num_ranks), np.zeros(len(sizes), dtype=np.int64)
-    for i, row_cost in enumerate(cost.of(sizes).tolist()):
-        rank_of[i] = rank = int(rank_costs.argmin())
+    room, bins_left = np.zeros(num_ranks, dtype=np.int64), np.full(num_ranks, per_rank)
+    for i, (row_cost, max_rows) in enumerate(zip(cost.of(sizes).tolist(), grouping.max_rows.tolist(), strict=True)):
+        takes = (room > 0) | (bins_left > 0)
+        if not takes.any():
+            return None
+        rank_of[i] = rank = int(np.where(takes, rank_costs, np.inf).argmin())
+        if room[rank] == 0:
+            bins_left[rank] -= 1
+            room[rank] = max_rows
+        room[rank] -= 1
         rank_costs[rank] += row_cost
-    shares = (np.flatnonzero(rank_of == rank) for rank in range(num_ranks))
-    return [_Share(rows, RowGrouping(sizes[rows], capacity)) for rows in shares]
-
-
-def _cheaper_of_shares(bins: PaddedBins, shares: list[_Share], num_ranks: int) -> PaddedBins:
-    """Bins made inside each rank's share, if there are enough for that and the costliest rank is cheaper, or `bins`."""
-    per_rank = len(bins.bin_costs) // num_ranks
-    if any(share.grouping.counts[-1] > per_rank for share in shares):
-        return bins
-    start = np.zeros(len(bins.sizes), dtype=np.int64)
-    for rank, (rows, grouping) in enumerate(shares):
-        start[rows] = _groups_from_cuts(grouping.cuts(per_rank)) + rank * per_rank
-    other = PaddedBins(bins.sizes, bins.cost, start, len(bins.bin_costs), bins.capacity, bins.max_tokens)
-    even_out(other, num_ranks)
-    better = other.tokens() <= bins.max_tokens and _costliest_rank(other, num_ranks) < _costliest_rank(bins, num_ranks)
-    return other if better else bins
+    bin_of = np.zeros(len(sizes), dtype=np.int64)
+    for rank in range(num_ranks):
+        rows = np.flatnonzero(rank_of == rank)
+        if len(rows):
+            own = RowGrouping(sizes[rows], grouping.capacity)
+            bin_of[rows] = _groups_from_cuts(own.cuts(per_rank)) + rank * per_rank
+    return bin_of

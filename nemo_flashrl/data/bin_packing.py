@@ -15,7 +15,7 @@ import numpy as np
 _BOUND_WORK = 1 << 16  # n * E of one table of the dual-feasible bound: keeps it under a few milliseconds
 _FILL_CANDIDATES = 96  # trajectories that one bin's exact fill chooses from
 _FILL_RESOLUTION = 4096  # steps that a budget is divided into by the exact fill; sizes are rounded up to a step
-_REFILLS = 300  # attempts of the search for a packing that is hard to find
+_REFILL_WORK = 200_000  # n * attempts of the search for a packing that is hard to find
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -151,7 +151,7 @@ def _pack_by_refilling(sizes: np.ndarray, capacity: int, num_bins: int) -> list[
         bins[b].append(i)
     bins.sort(key=lambda inside: -sum(steps[i] for i in inside))
     pool, bins = sum(bins[num_bins:], []), bins[:num_bins]
-    for attempt in range(_REFILLS):
+    for attempt in range(_REFILL_WORK // len(sizes)):
         if not pool:
             return bins
         emptied = rng.sample(range(num_bins), min(num_bins, 1 + attempt % 4))

@@ -12,8 +12,10 @@ import numpy as np
 
 from nemo_flashrl.records import Trajectory
 
-# what two runs of one seed may differ in
-TIMES = ("rollout_seconds", "train_seconds", "refit_seconds", "tokens_per_second")
+
+def is_time(name: str) -> bool:
+    """Whether a metric is a reading of the clock: what two runs of one seed may differ in."""
+    return name.endswith(("_seconds", "_per_second"))
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
@@ -38,8 +40,9 @@ def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return out
 
 
-def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Reward, success, lengths and turns of one batch."""
+def trajectory_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+    """Reward, success, lengths, turns and age of one batch, for a policy of `policy_version` that trains on it."""
+    ages = [policy_version - t.oldest_version for t in trajectories]
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
     lengths = np.array([len(t.token_ids) for t in trajectories])
     actions = np.array([t.action_count for t in trajectories])
@@ -47,6 +50,8 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "success": float(np.mean([not t.failed for t in trajectories])),
+        "staleness_mean": float(np.mean(ages)),
+        "staleness_max": float(max(ages)),
         "turns": float(np.mean([t.turns for t in trajectories])),
         "trajectory_tokens": float(lengths.mean()),
         "response_tokens": float(actions.mean()),

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .chunks import Chunk
 from .fused_linear_logprob import check_grad_weight
 from .fused_linear_policy_loss import attach_gradients, gradient_sums, policy_pass
 from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
@@ -91,11 +90,9 @@ def fused_linear_gated_policy_loss(
         if logprobs is not None:
             total = _given(head, rule, logprobs, entropies, sums, loss_scale)
         else:
-            # All ranks must hold the same chunks; their shards of the true vocabulary may differ in size.
-            row_bytes = weight.shape[0] * head.products.dtype.itemsize
-            total, logprobs, entropies = _two_walks(
-                head, head.chunks(mask), rule, sums, loss_scale, entropy, logits_budget_bytes // row_bytes
-            )
+            # Reckoned with the padded shard, so that all ranks hold the same chunks.
+            held_rows = logits_budget_bytes // (weight.shape[0] * head.products.dtype.itemsize)
+            total, logprobs, entropies = _two_walks(head, mask, rule, sums, loss_scale, entropy, held_rows)
     total = attach_gradients(total, hidden, weight, sums, loss_scale, grad_weight is not None, on_grad_weight)
     return (total, logprobs, entropies) if return_entropy else (total, logprobs)
 
@@ -139,17 +136,17 @@ def _given(
 
 def _two_walks(
     head: Head,
-    chunks: list[Chunk],
+    mask: Tensor | None,
     rule: _Rule,
     sums: GradientSums | None,
     loss_scale: float,
     entropy: bool,
-    rows_to_hold: int,
+    held_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, log-probs, entropies): a walk for the log-probs, then one over the live rows, chunks still held first."""
-    num_held = 0
+    chunks, num_held = head.chunks(mask), 0
     if sums is not None and chunks:
-        num_held = min(len(chunks), max(1, rows_to_hold // chunks[0].num_rows))
+        num_held = min(len(chunks), max(1, held_rows // chunks[0].num_rows))
     statistics, held = logprob_pass(
         head, chunks, entropy=entropy, keep_logits=rule.entropy_weight is not None, num_held=num_held
     )
