@@ -57,7 +57,7 @@ def test_parallel_sizes_do_not_change_the_run(warm_start: Path, tmp_path: Path, 
 @pytest.mark.parametrize("tied", [False, True])
 def test_lag_trains_on_older_batches(tmp_path: Path, tied: bool) -> None:
     """Lag 2: updates 1, 2, 3 train on batches of version 0, update 4 on one of version 1."""
-    warm = make_warm_start(tmp_path / "warm", seed=1, steps=20, tie_word_embeddings=tied)
+    warm = make_warm_start(tmp_path / "warm", seed=1, tie_word_embeddings=tied)
     steps = train(tmp_path / "run", warm, 2, "trainer.steps=5", "rollout.lag=2", "parallel.pipeline=2")
     assert [s["staleness_max"] for s in steps] == [0, 1, 2, 2, 2]
     assert steps[0]["logprob_difference_max"] < 1e-4 < steps[2]["logprob_difference_max"]
