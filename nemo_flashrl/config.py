@@ -79,6 +79,7 @@ class BatchingConfig:
     """How a batch is split into microbatches."""
 
     max_tokens_per_microbatch: int = 16384
+    layout: str = "packed"  # "packed": one row, attention inside each trajectory | "padded": a row each
     context_margin: float = 0.0
     on_too_long: str = "error"  # "error" | "truncate" | "drop"
 

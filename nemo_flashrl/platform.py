@@ -67,10 +67,7 @@ def model_overrides() -> dict[str, Any]:
     """Fields of a NeMo GPTConfig that this platform decides; Transformer Engine's layers need a GPU."""
     if has_gpu():
         return {}
-    from nemo.collections.llm.gpt.model.base import local_layer_spec
-
     return {
-        "transformer_layer_spec": local_layer_spec,
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,

@@ -153,7 +153,7 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
     batcher = LengthBatcher(
         BatchingSettings(
             max_tokens_per_microbatch=config.batching.max_tokens_per_microbatch,
-            layout="padded",
+            layout=config.batching.layout,
             multiple=multiple,
             context_length=config.model.context_length,
             context_margin=config.batching.context_margin,
@@ -164,7 +164,6 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
         driver.collect if driver else None,
         parts.algorithm,
         batcher,
-        pad_multiple=multiple,
         lag=config.rollout.lag,
         seed=config.trainer.seed,
     )

@@ -20,7 +20,7 @@ def steps_for(trajectories, dp_size: int, budget: int = 150):
         max_tokens_per_microbatch=budget, context_length=100, layout="padded", context_margin=0.0
     )
     batch = Batch(tuple(trajectories), 0)
-    return plan_steps(batch, FlashReinforce(), LengthBatcher(settings), dp_size=dp_size, pad_multiple=1, seed=0)
+    return plan_steps(batch, FlashReinforce(), LengthBatcher(settings), dp_size=dp_size, seed=0)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])

@@ -13,6 +13,7 @@ from tiny import random_trajectories, write_model
 from nemo_flashrl.algorithms import flash_reinforce_loss
 
 VOCAB_SIZE = 131  # padded to 256 rows at TP=1 and TP=2: rank 1 of two owns three tokens and padding
+PADDED = "batching.layout=padded"
 LAYOUTS = {  # processes, overrides; every row splits the 12 trajectories into microbatches in another way
     "one process": (1, ["batching.max_tokens_per_microbatch=256"]),
     "tp2": (2, ["parallel.tensor=2", "batching.max_tokens_per_microbatch=10000"]),
@@ -26,6 +27,10 @@ LAYOUTS = {  # processes, overrides; every row splits the 12 trajectories into m
             "model.head_chunk_tokens=31",
         ],
     ),
+    "one process padded": (1, [PADDED, "batching.max_tokens_per_microbatch=300"]),
+    "tp2 sequence padded": (2, [PADDED, "parallel.tensor=2", "parallel.sequence=true"]),
+    "pp2 padded": (2, [PADDED, "parallel.pipeline=2", "batching.max_tokens_per_microbatch=256"]),
+    "dp2 padded": (2, [PADDED, "batching.max_tokens_per_microbatch=200"]),
     "dp2": (2, ["batching.max_tokens_per_microbatch=200"]),
     "tp2 pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "batching.max_tokens_per_microbatch=180"]),
 }

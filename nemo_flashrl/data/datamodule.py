@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.data.length_batcher import LengthBatcher
-from nemo_flashrl.data.packing import pad_rows, truncate
+from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
 from nemo_flashrl.records import Batch
 
 Microbatch = dict[str, Tensor]
@@ -46,7 +46,6 @@ class RolloutDataModule(pl.LightningDataModule):
         collect: policy version -> Batch; called on global rank 0 only, None elsewhere.
         algorithm: weighs the whole batch before it is split.
         batcher: plans microbatches.
-        pad_multiple: rows are padded up to it (tensor and context parallel sizes).
         lag: batches collected ahead of the one in training; 0 trains on-policy.
         seed: orders microbatches.
     """
@@ -57,7 +56,6 @@ class RolloutDataModule(pl.LightningDataModule):
         algorithm: Algorithm,
         batcher: LengthBatcher,
         *,
-        pad_multiple: int = 1,
         lag: int = 0,
         seed: int = 0,
     ) -> None:
@@ -65,7 +63,6 @@ class RolloutDataModule(pl.LightningDataModule):
         self.collect = collect
         self.algorithm = algorithm
         self.batcher = batcher
-        self.pad_multiple = pad_multiple
         self.lag = lag
         self.seed = seed
         self.data_sampler = StepSampler()
@@ -111,7 +108,6 @@ class RolloutDataModule(pl.LightningDataModule):
             self.algorithm,
             self.batcher,
             dp_size=parallel_state.get_data_parallel_world_size(),
-            pad_multiple=self.pad_multiple,
             seed=self.seed + version,
         )
         for step in steps:
@@ -120,9 +116,11 @@ class RolloutDataModule(pl.LightningDataModule):
 
 
 def plan_steps(
-    batch: Batch, algorithm: Algorithm, batcher: LengthBatcher, *, dp_size: int, pad_multiple: int, seed: int
+    batch: Batch, algorithm: Algorithm, batcher: LengthBatcher, *, dp_size: int, seed: int
 ) -> list[RankStep]:
     """The share of every data-parallel rank: global weights first, then the split, which cannot change the loss."""
+    settings = batcher.settings
+    lay_out = pack_rows if settings.layout == "packed" else pad_rows
     plan = batcher.plan([len(t.token_ids) for t in batch.trajectories], dp_size, seed=seed)
     kept = [i for i, length in enumerate(plan.lengths) if length]
     trajectories = {i: truncate(batch.trajectories[i], plan.lengths[i]) for i in kept}
@@ -141,7 +139,7 @@ def plan_steps(
             failures = torch.tensor([trajectories[i].failed for i in members], dtype=torch.bool)
             microbatches.append(
                 {
-                    **pad_rows([trajectories[i] for i in members], pad_multiple),
+                    **lay_out([trajectories[i] for i in members], settings.multiple),
                     "advantages": _rows_or_zero(advantages[rows]),
                     "token_weights": _rows_or_zero(weights[rows]),
                     "failures": _rows_or_zero(failures),

@@ -13,6 +13,7 @@ import torch
 from nemo.collections import llm
 
 from nemo_flashrl import platform
+from nemo_flashrl.models.segment_attention import segment_layer_spec
 
 # model_type in config.json -> NeMo's importer, which knows the family's configuration class
 IMPORTERS = {
@@ -72,6 +73,8 @@ def nemo_config(
     config.variable_seq_lengths = pipeline_parallel > 1
     config.moe_token_dispatcher_type = "alltoall"
     _check_rope(source)
+    if not platform.has_gpu():  # Transformer Engine's layers need one
+        config.transformer_layer_spec = segment_layer_spec
     for name, value in platform.model_overrides().items():
         setattr(config, name, value)
     return config

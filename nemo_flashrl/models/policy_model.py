@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from nemo.collections import llm
 from torch import Tensor
 
@@ -61,12 +62,14 @@ class PolicyModel(llm.GPTModel):
     def forward_step(self, batch: dict[str, Tensor]) -> Tensor:
         """The policy loss, float32 [1, 1], on the last stage; hidden states before it."""
         head = find_head(self.module)
+        inputs = (batch["tokens"], batch["position_ids"])
+        packed = packed_seq_params(batch)
         if head is None:
-            return self(batch["tokens"], batch["position_ids"])
+            return self(*inputs, packed_seq_params=packed)
         overlap = self.trainer.strategy.ddp_config.overlap_grad_reduce
         request = PolicyRequest(self.algorithm, token_batch(batch), loss_scale(), grad_hooks=overlap)
         with head.scoring(batch["targets"], request):
-            loss = self(batch["tokens"], batch["position_ids"])
+            loss = self(*inputs, packed_seq_params=packed)
         self.training_loss_reduction.request = request
         return loss
 
@@ -76,6 +79,20 @@ class PolicyModel(llm.GPTModel):
         if self._training_loss_reduction is None:
             self._training_loss_reduction = PolicyLossReduction()
         return self._training_loss_reduction
+
+
+def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams | None:
+    """Where the trajectories of a packed row begin and end; None for padded rows."""
+    if "cu_seqlens" not in batch:
+        return None
+    bounds, longest = batch["cu_seqlens"], int(batch["max_seqlen"])
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 class FlashReinforceModel(PolicyModel):
