@@ -118,8 +118,8 @@ def test_a_refusal_has_no_traceback(tmp_path: Path) -> None:
 
 
 def descendants(marker: str) -> list[str]:
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-    return [line for line in listing.splitlines() if marker in line and "ps -eo" not in line]
+    listing = subprocess.run(["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True).stdout
+    return [line for line in listing.splitlines() if marker in line and "ps -eww" not in line]
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 # On a CPU a block should fit the second-level cache; elsewhere it only bounds temporaries, and few launches count for
 # more.
-BLOCK_BYTES = {"cpu": 2**19}
+BLOCK_BYTES = {"cpu": 2**20}
 BLOCK_BYTES_ELSEWHERE = 2**26
 
 # Stands for the maximum over no logits at all. Finite, so that (it - a real maximum) * 0 is 0 and not NaN.
@@ -38,11 +38,11 @@ class ChunkStatistics:
     entropies: Tensor | None = None
 
 
-def row_blocks(matrix: Tensor) -> Iterator[slice]:
-    """Slices of a few rows of `[C, V]`, each at most a block in size, at least one row."""
+def row_blocks(matrix: Tensor, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """`matrix` `[C, V]` a few rows at a time, at least one, with the same rows of `columns`, each `[C]`, as `[n, 1]`."""
     block_bytes = BLOCK_BYTES.get(matrix.device.type, BLOCK_BYTES_ELSEWHERE)
     step = max(1, block_bytes // max(1, matrix.shape[1] * matrix.element_size()))
-    return (slice(start, start + step) for start in range(0, matrix.shape[0], step))
+    return zip(matrix.split(step), *(column[:, None].split(step) for column in columns), strict=True)
 
 
 def local_statistics(
@@ -59,18 +59,16 @@ def local_statistics(
         packed[0] = LOWEST
         return packed, packed[0]
     packed[2] = torch.where(owned, logits.gather(1, columns[:, None]).squeeze(1), 0)
-    for rows in row_blocks(logits):
-        block, maximum = logits[rows], packed[0, rows]
-        torch.amax(block, 1, out=maximum)
+    for block, maximum, exp_sum, weighted_sum in row_blocks(logits, packed[0], packed[1], packed[-1]):
+        torch.amax(block, 1, keepdim=True, out=maximum)
         if not entropy and not keep_logits:
-            block.sub_(maximum[:, None]).exp_()
-            torch.sum(block, 1, out=packed[1, rows])
+            torch.sum(block.sub_(maximum).exp_(), 1, keepdim=True, out=exp_sum)
             continue
-        shifted = block - maximum[:, None] if keep_logits else block.sub_(maximum[:, None])
+        shifted = block - maximum if keep_logits else block.sub_(maximum)
         exponentials = shifted.exp()
-        torch.sum(exponentials, 1, out=packed[1, rows])
+        torch.sum(exponentials, 1, keepdim=True, out=exp_sum)
         if entropy:
-            torch.sum(shifted.mul_(exponentials), 1, out=packed[3, rows])
+            torch.sum(shifted.mul_(exponentials), 1, keepdim=True, out=weighted_sum)
         if not keep_logits:
             block.copy_(exponentials)
     return packed, packed[0]
@@ -92,13 +90,12 @@ def combine(gathered: Tensor, local_maximum: Tensor) -> ChunkStatistics:
 
 def exponentials_(logits: Tensor, maximum: Tensor) -> None:
     """`logits` `[C, V]` become exp(z - maximum)."""
-    for rows in row_blocks(logits):
-        logits[rows].sub_(maximum[rows, None]).exp_()
+    for block, shift in row_blocks(logits, maximum):
+        block.sub_(shift).exp_()
 
 
 def weighted_exponentials_(logits: Tensor, maximum: Tensor, constant: Tensor, slope: Tensor) -> None:
     """`logits` `[C, V]` become exp(d) * (constant + slope * d) with d = z - maximum; the last three are `[C]`."""
-    for rows in row_blocks(logits):
-        shifted = logits[rows].sub_(maximum[rows, None])
-        exponentials = shifted.exp()
-        shifted.mul_(slope[rows, None]).add_(constant[rows, None]).mul_(exponentials)
+    for block, shift, offset, factor in row_blocks(logits, maximum, constant, slope):
+        exponentials = block.sub_(shift).exp()
+        block.mul_(factor).add_(offset).mul_(exponentials)
