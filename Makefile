@@ -24,6 +24,7 @@ $(VENV)/.ready: requirements-cpu.lock setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-cpu.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/megatron-0.16 megatron-core==0.16.1
 	$(BIN)/pip check --disable-pip-version-check
 	touch $@
 

@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-UNCORRECTED = ["algorithm.settings.importance_sampling=false", "algorithm.settings.delta=.inf"]
-RATIO_ONLY = ["algorithm.settings.delta=.inf"]
-GUARD_OFF = "algorithm.settings.ratio_guard=.inf"
+UNCORRECTED = ["algorithm.settings.importance_sampling=false", "algorithm.settings.delta=inf"]
+RATIO_ONLY = ["algorithm.settings.delta=inf"]
+GUARD_OFF = "algorithm.settings.ratio_guard=inf"
 
 
 def plans(kind: str, seeds: list[int]) -> dict[str, list[str]]:

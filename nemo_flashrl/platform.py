@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-SUPPORTED_MEGATRON = ("0.15",)
+from nemo_flashrl import megatron_016
+
+SUPPORTED_MEGATRON = ("0.15", "0.16")
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ def install() -> None:
     """Make NeMo and Megatron run here; idempotent, called before either is imported."""
     if _undo:
         return
-    _check_versions()
+    if _megatron_version() == "0.16":
+        megatron_016.install()
     if has_gpu():
         return
     for patch in _torch_patches():
@@ -126,10 +129,12 @@ def _apply(patch: Patch) -> None:
     setattr(patch.owner, patch.name, patch.replacement)
 
 
-def _check_versions() -> None:
+def _megatron_version() -> str:
     found = importlib.metadata.version("megatron-core")
-    if not found.startswith(SUPPORTED_MEGATRON):
-        raise ImportError(f"megatron-core {found} is installed; supported: {', '.join(SUPPORTED_MEGATRON)}.x")
+    version = ".".join(found.split(".")[:2])
+    if version not in SUPPORTED_MEGATRON:
+        raise ImportError(f"megatron-core {found} is installed; supported: {', '.join(SUPPORTED_MEGATRON)}")
+    return version
 
 
 def _is_cuda(value: Any) -> bool:

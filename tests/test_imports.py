@@ -22,7 +22,7 @@ ALLOWED = {
     "algorithms": {"torch", "nemo_flashrl.algorithms", "nemo_flashrl.plugins"},
     "ops": {"torch", "nemo_flashrl.ops"},
 }
-MAY_IMPORT_TRAINER = {"models", "callbacks", "weights", "platform.py", "train.py", "data/datamodule.py"}
+MAY_IMPORT_TRAINER = {"models", "callbacks", "weights", "platform.py", "megatron_016.py", "train.py", "data/datamodule.py"}
 
 
 def imports(path: Path) -> set[str]:

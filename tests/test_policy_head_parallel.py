@@ -27,7 +27,7 @@ SHAPES = {
     "even": (48, 1024, 1024, 16, 3.0),
     "ranks of padding": (44, 101, PAD * 4, 12, 3.0),  # at TP=4 three ranks own padding alone, at TP=2 one
     "prime vocabulary": (52, 509, 512, 20, 3.0),
-    "peaked": (40, 256, 256, 1000, 40.0),
+    "peaked": (40, 256, 256, 1000, 80.0),  # beyond what needs no shift, on some ranks
     "one token a rank": (4, 256, 256, 1, 3.0),
     "no tokens": (0, 256, 256, 16, 3.0),
 }
@@ -225,7 +225,7 @@ def relative(actual: Tensor, right: Tensor) -> float:
 def test_ranks_together_are_one_rank(results, shape, variant, size):
     for entropy, dtype in SUMS:
         total, logprobs, grad_hidden, grad_weight = expected(shape, entropy)
-        bound = 1e-13 if dtype == torch.float64 else 40 * 2**-22 if shape == "peaked" else 1e-6  # 40: rounded logits
+        bound = 1e-13 if dtype == torch.float64 else 80 * 2**-22 if shape == "peaked" else 1e-6  # 80: rounded logits
         if variant == "masked":
             logprobs = torch.where(problem(shape)["coefficient"] != 0, logprobs, 0)
         for way, first in itertools.product(WAYS, range(0, WORLD, size)):

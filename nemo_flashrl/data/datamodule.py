@@ -86,7 +86,7 @@ class RolloutDataModule(pl.LightningDataModule):
             try:
                 batch, steps = self._collect_and_plan(version)
                 shares = [steps[rank] for rank in owner]
-            except BaseException as error:  # noqa: BLE001 - the other ranks wait for a word, whatever happened
+            except BaseException as error:
                 shares = [RankStep([], error=error)] * world
         received: list[RankStep | None] = [None]
         torch.distributed.scatter_object_list(received, shares, src=0, group=platform.object_group())

@@ -83,7 +83,7 @@ class _LogProb(torch.autograd.Function):
             weight,
             targets,
             mask,
-            statistics.maximum,
+            statistics.shift,
             statistics.exp_sum,
             statistics.logprobs,
             statistics.entropies,
@@ -96,7 +96,7 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, targets, mask, maximum, exp_sum, logprobs, entropies = ctx.saved_tensors
+        hidden, weight, targets, mask, shift, exp_sum, logprobs, entropies = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
             head = make_head(hidden, weight, targets, mask, ctx.options)
             if grad_logprobs is None:
@@ -111,7 +111,7 @@ class _LogProb(torch.autograd.Function):
                 num_rows=weight.shape[0],
                 grad_weight=ctx.grad_weight if ctx.needs_input_grad[1] else None,
             )
-            statistics = TokenStatistics(logprobs, maximum, exp_sum, entropies)
+            statistics = TokenStatistics(logprobs, shift, exp_sum, entropies)
             gradient_pass(head, statistics, grad_logprobs, grad_entropies, sums)
             grad_hidden, grad = sums.finish()
         if grad_hidden is not None:

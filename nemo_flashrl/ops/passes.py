@@ -3,7 +3,7 @@
 Legend: T = tokens, C = rows of a chunk, n = live rows of a chunk, H = hidden size, V = this rank's vocabulary rows,
 y = the target.
 
-With c = dL/dlogp and w = dL/dentropy of one token, e_v = exp(z_v - m) and S their sum over the whole vocabulary,
+With c = dL/dlogp and w = dL/dentropy of one token, e_v = exp(z_v - shift) and S their sum over the whole vocabulary,
 
     dL/dz_v = c (1[v = y] - p_v) - w p_v (log p_v + entropy),        p_v = e_v / S
 
@@ -26,7 +26,14 @@ from torch import Tensor
 
 from .chunks import Chunk
 from .head import Head
-from .softmax import ChunkStatistics, exponentials_, local_statistics, row_blocks, weighted_exponentials_
+from .softmax import (
+    ChunkStatistics,
+    exponentials_,
+    local_statistics,
+    row_blocks,
+    unshifted_statistics,
+    weighted_exponentials_,
+)
 from .tensor_parallel import HiddenGradient, StatisticsExchange, gathered_rows
 
 
@@ -35,14 +42,14 @@ class TokenStatistics:
     """What the log-prob pass leaves for the gradient pass, each fp32 (fp64) `[T]`; outside the mask, the fill."""
 
     logprobs: Tensor  # fill 0
-    maximum: Tensor  # fill 0
+    shift: Tensor  # fill 0
     exp_sum: Tensor  # fill 1
     entropies: Tensor | None  # fill 0
 
     def of(self, chunk: Chunk) -> ChunkStatistics:
-        maximum = chunk.take(self.maximum)
+        shift = chunk.take(self.shift)
         entropies = None if self.entropies is None else chunk.take(self.entropies)
-        return ChunkStatistics(chunk.take(self.logprobs), maximum, chunk.take(self.exp_sum, 1), maximum, entropies)
+        return ChunkStatistics(chunk.take(self.logprobs), shift, chunk.take(self.exp_sum, 1), shift, entropies)
 
 
 @dataclass(slots=True)
@@ -51,7 +58,7 @@ class ChunkLogits:
 
     chunk: Chunk
     rows: Tensor | None  # hidden states [C, H]
-    matrix: Tensor  # [C, V] logits, or exp(logits - local maximum)
+    matrix: Tensor  # [C, V] logits, or exp(logits - local shift)
     targets: Tensor  # int64 [C]
     exchange: StatisticsExchange
     statistics: ChunkStatistics | None = None  # once the exchange is over
@@ -66,14 +73,23 @@ def walk(
     """
     buffer = chunk_buffer(head, chunks)
     num_shared = len(chunks) - max(0, num_held - 1)
+    # Until the first chunk that shows otherwise. An entropy is a difference, and wants the maximum as its shift.
+    may_be_unshifted = not (entropy or keep_logits or head.num_columns == 0 or head.hidden.dtype == torch.float16)
     rows_of = gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel)
     for index, (chunk, rows) in enumerate(rows_of):
         matrix = buffer[: chunk.num_rows] if index < num_shared else head.empty_logits(chunk.num_rows)
         head.products.logits(rows, 1 / head.temperature, matrix)
         targets = chunk.take(head.targets)
         columns, owned = head.columns(targets)
-        packed = local_statistics(matrix, columns, owned, entropy=entropy, keep_logits=keep_logits)
-        yield ChunkLogits(chunk, rows, matrix, targets, StatisticsExchange(*packed, head.group))
+        packed = None
+        if may_be_unshifted:
+            packed = unshifted_statistics(matrix, columns, owned)
+            may_be_unshifted = packed is not None
+            if packed is None:
+                head.products.logits(rows, 1 / head.temperature, matrix)
+        if packed is None:
+            packed = local_statistics(matrix, columns, owned, entropy=entropy, keep_logits=keep_logits)
+        yield ChunkLogits(chunk, rows, matrix, targets, StatisticsExchange(packed, head.group))
 
 
 def chunk_buffer(head: Head, chunks: list[Chunk]) -> Tensor:
@@ -94,7 +110,7 @@ def logprob_pass(
     def settle(item: ChunkLogits) -> None:
         chunk, item.statistics = item.chunk, item.exchange.result()
         chunk.put(statistics.logprobs, item.statistics.logprobs)
-        chunk.put(statistics.maximum, item.statistics.maximum)
+        chunk.put(statistics.shift, item.statistics.shift)
         chunk.put(statistics.exp_sum, item.statistics.exp_sum)
         if entropy:
             chunk.put(statistics.entropies, item.statistics.entropies)
@@ -128,7 +144,7 @@ def gradient_pass(
         chunk_statistics = statistics.of(chunk)
         slope = None if entropy_derivative is None else chunk.take(entropy_derivative)
         if slope is None:
-            exponentials_(matrix, chunk_statistics.maximum)
+            exponentials_(matrix, chunk_statistics.shift)
         sums.add(chunk, rows, matrix, chunk.take(head.targets), chunk_statistics, chunk.take(derivative), slope)
 
 
@@ -162,7 +178,7 @@ class GradientSums:
         derivative: Tensor,
         entropy_derivative: Tensor | None,
     ) -> None:
-        """Add one chunk: `rows` `[C, H]`; `matrix` `[C, V]` is exp(logits - local maximum), or the logits themselves
+        """Add one chunk: `rows` `[C, H]`; `matrix` `[C, V]` is exp(logits - local shift), or the logits themselves
         with an `entropy_derivative`; the others `[C]`. `matrix` is used up."""
         live = derivative != 0 if entropy_derivative is None else (derivative != 0) | (entropy_derivative != 0)
         num_live = int(live.sum())
@@ -176,8 +192,8 @@ class GradientSums:
 
         columns, owned = self.head.columns(pick(targets))
         logprobs, derivative = pick(statistics.logprobs), pick(derivative)
-        local_maximum = pick(statistics.local_maximum)
-        log_share = local_maximum - pick(statistics.maximum) - pick(statistics.exp_sum).log()
+        local_shift = pick(statistics.local_shift)
+        log_share = local_shift - pick(statistics.shift) - pick(statistics.exp_sum).log()
         share = log_share.exp()  # of one unit of the stored exponentials in the probability
         target_factor = -torch.expm1(logprobs) * derivative
         if entropy_derivative is None:
@@ -190,7 +206,7 @@ class GradientSums:
             target_factor = target_factor - slope * logprobs.exp() * (logprobs + entropies)
             constant = (derivative + slope * (log_share + entropies)) / size
             if self.head.num_columns:
-                weighted_exponentials_(matrix, local_maximum, constant, slope / size)
+                weighted_exponentials_(matrix, local_shift, constant, slope / size)
         scale = 1 / self.head.temperature
         target_factor = torch.where(owned, target_factor * scale, 0)
         self._add_products(chunk, order, pick(rows), matrix, columns, owned, row_factor * scale, target_factor)

@@ -31,19 +31,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class StatisticsExchange:
     """One chunk's packed statistics on their way; other work may run before `result`."""
 
-    def __init__(self, packed: Tensor, local_maximum: Tensor, group: dist.ProcessGroup | None):
-        self._local_maximum = local_maximum
+    def __init__(self, packed: Tensor, group: dist.ProcessGroup | None):
+        self._packed = packed  # kept alive until the exchange is over
         self._work = None
         self._gathered = packed[None]
         if group is not None:
-            self._packed = packed  # kept alive until the exchange is over
             self._gathered = packed.new_empty(dist.get_world_size(group), *packed.shape)
             self._work = _all_gather(self._gathered, packed[None], group=group, async_op=True)
 
     def result(self) -> ChunkStatistics:
         if self._work is not None:
             self._work.wait()
-        return combine(self._gathered, self._local_maximum)
+        logprobs, shift, exp_sum, entropies = combine(self._gathered)
+        return ChunkStatistics(logprobs, shift, exp_sum, self._packed[0], entropies)
 
 
 def gathered_rows(

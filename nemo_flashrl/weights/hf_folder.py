@@ -59,9 +59,8 @@ def load_hf_folder(model: MegatronGPTModel, folder: str | Path, vocab_size: int)
             names = ["model.embed_tokens.weight"]
         shard = rule.from_hf([source[n] for n in names], layout, Place(rank, size, parameter.shape))
         if shard.shape != parameter.shape:
-            raise ValueError(
-                f"{', '.join(names)} of {folder} give {tuple(shard.shape)} for {name}, which is {tuple(parameter.shape)}"
-            )
+            given, own = tuple(shard.shape), tuple(parameter.shape)
+            raise ValueError(f"{', '.join(names)} of {folder} give {given} for {name}, which is {own}")
         parameter.copy_(shard)
 
 
