@@ -168,7 +168,9 @@ def _train(model: Qwen2ForCausalLM, token_ids: torch.Tensor, mask: torch.Tensor,
     lengths = 1 + (mask * torch.arange(mask.shape[1])).amax(1)  # up to the last action token
     tokens_per_batch = mask.sum() / len(mask) * BATCH_SIZE
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / max(steps, 1))
+    )
     batches: list[torch.Tensor] = []
     model.train()
     for _ in range(steps):

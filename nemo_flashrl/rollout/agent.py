@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from nemo_flashrl.environments.environment import Environment, StepResult
+from nemo_flashrl.environments.environment import Environment, Message, StepResult
 from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory, Turn
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.engine import Engine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ async def run_episode(
         end_reason, episode.info["error"] = "environment_error", str(failure)
     finally:
         try:
-            await _guarded(environment.close(), limits.step_timeout, "close")
+            await _guarded("close", limits.step_timeout, environment.close)
         except _EnvironmentFailure as failure:
             episode.info["close_error"] = str(failure)
     return _trajectory(episode, end_reason, prompt_index)
@@ -109,7 +112,7 @@ async def _play(
     identity: tuple[int, int, int],
 ) -> str:
     """Fill `episode` turn by turn; returns its end reason."""
-    messages = await _guarded(environment.reset(task), limits.step_timeout, "reset")
+    messages = await _guarded("reset", limits.step_timeout, _reset, environment, task)
     episode.prompt = codec.prompt_ids(messages)
     if len(episode.prompt) >= limits.max_context:
         raise ValueError(
@@ -123,7 +126,7 @@ async def _play(
         action = await engine.generate(token_ids, request)
         episode.turns.append(Turn(action))
         text = codec.action_text(action.token_ids, sampling.stop_token_ids)
-        result = await _step(environment, text, limits.step_timeout)
+        result = await _guarded("step", limits.step_timeout, _step, environment, text)
         episode.reward += result.reward
         episode.success = result.success
         episode.info.update(result.info)
@@ -137,24 +140,36 @@ async def _play(
     return "turn_limit"
 
 
-async def _step(environment: Environment, action: str, timeout: float) -> StepResult:
-    result = await _guarded(environment.step(action), timeout, "step")
-    if not isinstance(result, StepResult) or not isinstance(result.observation, str):
-        raise _EnvironmentFailure(f"step: answered {type(result).__name__}, not a StepResult with a text")
+async def _reset(environment: Environment, task: Any) -> list[Message]:
+    messages = await environment.reset(task)
+    if not messages or not all(isinstance(message["content"], str) for message in messages):
+        raise TypeError("the prompt is no list of messages with a text each")
+    return messages
+
+
+async def _step(environment: Environment, action: str) -> StepResult:
+    result = await environment.step(action)
+    if not (isinstance(result, StepResult) and isinstance(result.observation, str) and isinstance(result.info, dict)):
+        raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult with a text and a dict")
     if not math.isfinite(result.reward):
-        raise _EnvironmentFailure(f"step: the reward is {result.reward}")
+        raise ValueError(f"the reward is {result.reward}")
     return result
 
 
-async def _guarded(call: Any, timeout: float, name: str) -> Any:
-    """Await one call of the environment, which is not ours: whatever it raises is this episode's end, not the run's."""
+async def _guarded(name: str, timeout: float, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Await one call of the environment, which is not ours: whatever it raises ends this episode, not the run."""
+    timer = asyncio.timeout(timeout)
     try:
-        async with asyncio.timeout(timeout):
-            return await call
-    except TimeoutError as error:
-        raise _EnvironmentFailure(f"{name}: no answer in {timeout} s") from error
+        async with timer:
+            return await function(*arguments)
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():  # it is the episode that is cancelled, from outside
+            raise
+        raise _EnvironmentFailure(f"{name}: cancelled itself") from error
     except Exception as error:
-        raise _EnvironmentFailure(f"{name}: {type(error).__name__}: {error}") from error
+        late = isinstance(error, TimeoutError) and timer.expired()
+        what = f"no answer in {timeout} s" if late else f"{type(error).__name__}: {error}"
+        raise _EnvironmentFailure(f"{name}: {what}") from error
 
 
 def _encode(

@@ -91,11 +91,9 @@ class Collector:
         ends: Counter[str] = Counter()
         self._collecting = True
         try:
-            while len(self._chosen) * self._group_size < self._batch_size:
-                self._choose(policy_version, dropped, ends)
+            while self._choose(policy_version, dropped, ends):
                 self._fill()
-                if len(self._chosen) * self._group_size < self._batch_size and not self._ready:
-                    await self._next_change()
+                await self._next_change()
         finally:
             self._collecting = False
         chosen, self._chosen = self._chosen, []
@@ -126,8 +124,10 @@ class Collector:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._changed.set()
 
-    def _choose(self, policy_version: int, dropped: Counter[str], ends: Counter[str]) -> None:
-        """Move ready groups into the batch until it is full; drop those that may not enter it."""
+    def _choose(self, policy_version: int, dropped: Counter[str], ends: Counter[str]) -> bool:
+        """Move ready groups into the batch, drop those that may not enter it; returns whether the batch lacks some."""
+        if self._failure is not None:
+            raise self._failure
         while self._ready and len(self._chosen) * self._group_size < self._batch_size:
             group = self._ready.popleft()
             ends.update(trajectory.end_reason for trajectory in group)
@@ -144,6 +144,7 @@ class Collector:
                     f"{dropped.total()} trajectories in a row were dropped ({dict(dropped)}) and none was usable"
                     + (f"; the environment's last error: {error}" if error else "")
                 )
+        return len(self._chosen) * self._group_size < self._batch_size
 
     def _reason_to_drop(self, group: Group, policy_version: int) -> str | None:
         if not all(trajectory.action_count for trajectory in group):
@@ -174,10 +175,11 @@ class Collector:
         return self._collecting and len(self._running) + ended < self._batch_size
 
     async def _play(self, prompt_index: int, task_index: int, sample: int) -> None:
+        task = self._tasks[task_index]
         trajectory = await run_episode(
             self._engine,
             self._make_environment(),
-            self._tasks[task_index],
+            task,
             self._codec,
             self._limits,
             self.sampling,
@@ -203,12 +205,9 @@ class Collector:
         self._changed.set()
 
     async def _next_change(self) -> None:
-        """Wait until an episode has ended; raise what ended it, if it was an error."""
-        if self._failure is None and not self._closed:
-            self._changed.clear()
-            await self._changed.wait()
-        if self._failure is not None:
-            raise self._failure
+        """Wait until an episode has ended."""
+        self._changed.clear()
+        await self._changed.wait()
         if self._closed:
             raise RuntimeError("the collector was closed")
 

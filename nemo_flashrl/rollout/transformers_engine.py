@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    token_ids: Sequence[int]
+    token_ids: list[int]
     sampling: Sampling
     draws: torch.Tensor  # float64 [max_tokens], one uniform number a token
     answer: asyncio.Future
@@ -83,7 +83,7 @@ class TransformersEngine:
         self._check(token_ids, sampling)
         generator = torch.Generator().manual_seed(sampling.seed)
         draws = torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
-        request = _Request(token_ids, sampling, draws, asyncio.get_running_loop().create_future())
+        request = _Request(list(token_ids), sampling, draws, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._server is None or self._server.done():
             self._server = asyncio.create_task(self._serve())
@@ -112,7 +112,7 @@ class TransformersEngine:
     async def close(self) -> None:
         """Let go of the model; requests in flight fail with RuntimeError."""
         self._closed = True
-        if self._server is not None:
+        if self._server is not None and not self._server.done():
             self._server.cancel()
             await asyncio.gather(self._server, return_exceptions=True)
         _fail(self._waiting, RuntimeError("the engine was closed"))

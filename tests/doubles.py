@@ -1,0 +1,75 @@
+"""Stand-ins for the rollout tests: an engine that says what it is told to, and environments that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+STOP = TOKENIZER.convert_tokens_to_ids(")")
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False).input_ids
+
+
+class ScriptedEngine:
+    """Answers the n-th turn of every episode with the n-th action; keeps what it was asked.
+
+    A turn is told by how often the stop token stands in the prompt. Log-probs are -1/16, -2/16, ... in an answer.
+    """
+
+    def __init__(self, *actions: Sequence[int], version: int = 0) -> None:
+        self.actions = [tuple(action) for action in actions]
+        self.version = version
+        self.requests: list[tuple[list[int], Sampling]] = []
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.requests.append((list(token_ids), sampling))
+        await asyncio.sleep(0)
+        action = self.actions[min(list(token_ids).count(STOP), len(self.actions) - 1)][: sampling.max_tokens]
+        logprobs = tuple(-(i + 1) / 16 for i in range(len(action)))
+        reason = "stop" if action and action[-1] in sampling.stop_token_ids else "length"
+        return Generation(action, logprobs, (self.version,) * len(action), reason)
+
+    async def load_weights(self, stream: Any, version: int) -> None:
+        self.version = version
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class ScriptedEnvironment:
+    """Answers with `results`, one a step; an exception among them is raised, a number of seconds is slept first."""
+
+    results: list[Any]
+    prompt: str | list[Message] = "Q k 2 9 :"
+    log: list[str] = field(default_factory=list)
+    on_close: Callable[[], None] = lambda: None
+
+    async def reset(self, task: Any) -> list[Message]:
+        self.log.append("reset")
+        if isinstance(self.prompt, Exception):
+            raise self.prompt
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+
+    async def step(self, action: str) -> StepResult:
+        self.log.append(action)
+        result = self.results.pop(0)
+        if isinstance(result, int | float):
+            await asyncio.sleep(result)
+            result = self.results.pop(0)
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    async def close(self) -> None:
+        self.log.append("close")
+        self.on_close()
