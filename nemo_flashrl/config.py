@@ -26,6 +26,7 @@ class ModelConfig:
     vocab_divisible_by: int = 128  # the embedding is padded to a multiple of this times the tensor-parallel size
     head_chunk_tokens: int = 512  # tokens whose logits are alive at a time
     head_logits_budget_mib: int = 64  # a microbatch whose logits fit is scored and trained in one pass
+    recompute: str = "none"  # "none" | "selective": attention | "full": every layer, in the backward pass
     precision: str = "bf16"  # "bf16" | "fp32"
 
 
@@ -174,6 +175,12 @@ def check(config: RunConfig) -> None:
     rollout = config.rollout
     rules: list[tuple[bool, str, Any, str]] = [
         (config.model.precision in {"bf16", "fp32"}, "model.precision", config.model.precision, "bf16 or fp32"),
+        (
+            config.model.recompute in {"none", "selective", "full"},
+            "model.recompute",
+            config.model.recompute,
+            "none, selective or full",
+        ),
         (rollout.batch_size >= 1, "rollout.batch_size", rollout.batch_size, "at least 1"),
         (
             rollout.max_in_flight == 0 or rollout.max_in_flight >= rollout.batch_size,

@@ -65,6 +65,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
         pipeline_parallel=config.parallel.pipeline,
         vocab_divisible_by=config.model.vocab_divisible_by,
         dtype=_dtype(config),
+        recompute=config.model.recompute,
     )
     optimizer = config.optimizer
     return PolicyModel(

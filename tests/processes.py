@@ -26,15 +26,15 @@ def _server() -> Any:
     return context
 
 
-def run_ranks(processes: int, worker: str, *arguments: Any, timeout: float = 240) -> None:
-    """Call `main(*arguments)` of `workers/<worker>.py` in `processes` ranks; a rank's traceback fails the test."""
+def run_ranks(processes: int, worker: str, *arguments: Any, timeout: float = 240, **options: Any) -> None:
+    """Call `main(*arguments, **options)` of `workers/<worker>.py` in ranks; a failed one fails the test."""
     context = _server()
     with tempfile.TemporaryDirectory() as logs, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
         ranks = [
-            context.Process(target=_rank, args=(rank, processes, port, logs, worker, arguments))
+            context.Process(target=_rank, args=(rank, processes, port, logs, worker, arguments, options))
             for rank in range(processes)
         ]
         for rank in ranks:
@@ -60,7 +60,7 @@ def _wait(ranks: list[Any], timeout: float) -> list[int]:
     return []
 
 
-def _rank(rank: int, world: int, port: int, logs: str, worker: str, arguments: tuple) -> None:
+def _rank(rank: int, world: int, port: int, logs: str, worker: str, arguments: tuple, options: dict) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -76,7 +76,7 @@ def _rank(rank: int, world: int, port: int, logs: str, worker: str, arguments: t
         os.dup2(log.fileno(), 2)
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             try:
-                importlib.import_module(f"workers.{worker}").main(*arguments)
+                importlib.import_module(f"workers.{worker}").main(*arguments, **options)
             except BaseException:
                 traceback.print_exc()
                 log.flush()

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "nemo_flashrl"
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if "conf" not in p.relative_to(PACKAGE).parts)
 TRAINER = {"nemo", "lightning", "megatron"}
 STDLIB = sys.stdlib_module_names
-# Folder or file -> what it may import beside the standard library; ours are written with their dotted path.
+# Folder or file -> what it may import beside the standard library.
 ALLOWED = {
     "records.py": {"numpy"},
     "config.py": {"hydra", "omegaconf"},
@@ -22,7 +22,15 @@ ALLOWED = {
     "algorithms": {"torch", "nemo_flashrl.algorithms", "nemo_flashrl.plugins"},
     "ops": {"torch", "nemo_flashrl.ops"},
 }
-MAY_IMPORT_TRAINER = {"models", "callbacks", "weights", "platform.py", "megatron_016.py", "train.py", "data/datamodule.py"}
+MAY_IMPORT_TRAINER = {
+    "models",
+    "callbacks",
+    "weights",
+    "platform.py",
+    "megatron_016.py",
+    "train.py",
+    "data/datamodule.py",
+}
 
 
 def imports(path: Path) -> set[str]:

@@ -21,9 +21,8 @@ VOCAB_SIZE = 131
 def test_one_step_equals_that_of_015(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", vocab_size=VOCAB_SIZE)
     (tmp_path / "trajectories.pkl").write_bytes(pickle.dumps(random_trajectories(6, VOCAB_SIZE)))
-    gate_off = "algorithm.settings.delta=inf"
     arguments = (folder, tmp_path / "trajectories.pkl")
-    run_ranks(1, "parity", *arguments, tmp_path / "old.pt", VOCAB_SIZE, gate_off)
+    run_ranks(1, "parity", *arguments, tmp_path / "old.pt", VOCAB_SIZE, gate=False)
     tests = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, str(tests / "workers" / "alone.py"), *map(str, arguments), str(tmp_path / "new.pt")],

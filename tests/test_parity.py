@@ -13,6 +13,7 @@ from tiny import random_trajectories, write_model
 from nemo_flashrl.algorithms import flash_reinforce_loss
 
 VOCAB_SIZE = 131  # padded to 256 rows at TP=1 and TP=2: rank 1 of two owns three tokens and padding
+OFF_POLICY_NOISE = 1.5  # nats, standard deviation: rows of odd index are sampled on-policy, the others this far from it
 PADDED = "batching.layout=padded"
 LAYOUTS = {  # processes, overrides; every row splits the 12 trajectories into microbatches in another way
     "one process": (1, ["batching.max_tokens_per_microbatch=256"]),
@@ -55,7 +56,7 @@ def case(tmp_path_factory):
     for index, trajectory in enumerate(random_trajectories(12, VOCAB_SIZE, seed=3)):
         with torch.no_grad():
             logprobs = np.concatenate([[0.0], hf_logprobs(model, trajectory).numpy()])
-        noise = rng.normal(0, 0.001 if index % 2 else 1.5, len(logprobs))
+        noise = rng.normal(0, 0.001 if index % 2 else OFF_POLICY_NOISE, len(logprobs))
         behavior = np.where(trajectory.action_mask, np.minimum(logprobs + noise, -1e-3), 0).astype(np.float32)
         trajectory.behavior_logprobs[:] = behavior
         trajectories.append(trajectory)
@@ -93,6 +94,24 @@ def test_loss_and_gradients(case, layout: str) -> None:
     for name, expected in gradients.items():
         error = (step["gradients"][name].double() - expected).norm() / expected.norm()
         assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_replays_dropout(case, recompute: str) -> None:
+    """TP=2, dropout on in attention (differs from rank to rank) and between layers (equal): the same gradients."""
+    root, folder, *_ = case
+    steps = []
+    for mode, dropout in (("none", 0.1), (recompute, 0.1), ("none", 0.0)):
+        out = root / f"recompute_{mode}_{dropout}.pt"
+        overrides = ["parallel.tensor=2", f"model.recompute={mode}"]
+        arguments = (folder, root / "trajectories.pkl", out, VOCAB_SIZE, *overrides)
+        run_ranks(2, "parity", *arguments, dropout=dropout, gate=False)
+        steps.append(torch.load(out))
+    assert steps[1]["stats"]["loss"] == pytest.approx(steps[0]["stats"]["loss"], rel=1e-6)
+    for name, expected in steps[0]["gradients"].items():
+        assert (steps[1]["gradients"][name] - expected).norm() < 1e-5 * expected.norm(), name
+    off = steps[2]["stats"]["loss"]
+    assert abs(steps[0]["stats"]["loss"] - off) > 1e-3 * abs(off)  # dropout was on
 
 
 def test_dividing_by_the_admitted_would_show(case) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -202,7 +203,7 @@ def test_a_broken_load_leaves_the_old_weights(warm: Path, other: PreTrainedModel
         f"{good[3][0]} and 2 more did not come": good[:3] + good[6:],
         "no tensor named model.extra": [*good, ("model.extra", torch.zeros(2))],
         f"{name} came twice": [*good, (name, tensor)],
-        rf"{name} has shape \(3,\), the model's is {tuple(tensor.shape)}".replace("(64,)", r"\(64,\)"): [
+        re.escape(f"{name} has shape (3,), the model's is {tuple(tensor.shape)}"): [
             (n, torch.zeros(3) if n == name else t) for n, t in good
         ],
     }
@@ -241,7 +242,7 @@ def test_tied_embeddings_come_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        ([], ACTION, "needs tokens"),
+        ([], ACTION, "needs at least one token"),
         ([1, 23], ACTION, r"each in 0..22"),
         ([-1], ACTION, r"each in 0..22"),
         ([1] * 121, ACTION, "121 tokens and max_tokens=8 exceed the model's max_position_embeddings=128"),

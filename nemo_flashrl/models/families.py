@@ -52,6 +52,7 @@ def nemo_config(
     pipeline_parallel: int = 1,
     vocab_divisible_by: int = 128,
     dtype: torch.dtype = torch.float32,
+    recompute: str = "none",
 ) -> llm.GPTConfig:
     """The NeMo model configuration of a Hugging Face checkpoint folder, ready for this platform.
 
@@ -72,6 +73,9 @@ def nemo_config(
     # token dispatcher, in dense models too.
     config.variable_seq_lengths = pipeline_parallel > 1
     config.moe_token_dispatcher_type = "alltoall"
+    config.recompute_granularity = None if recompute == "none" else recompute
+    if recompute == "full":
+        config.recompute_method, config.recompute_num_layers = "uniform", 1
     _check_rope(source)
     if not platform.has_gpu():  # Transformer Engine's layers need one
         config.transformer_layer_spec = segment_layer_spec

@@ -94,6 +94,7 @@ class Collector:
             while self._choose(policy_version, dropped, ends):
                 self._fill()
                 await self._next_change()
+            self._fill()  # what was chosen made room, where episodes run on between batches
         finally:
             self._collecting = False
         chosen, self._chosen = self._chosen, []

@@ -149,7 +149,7 @@ class TransformersEngine:
             if tensor.shape != own.shape:
                 raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(own.shape)}")
             staged[name] = tensor.detach().to(device=own.device, dtype=own.dtype, copy=True)
-        if missing := sorted(parameters.keys() - staged.keys() - optional):
+        if missing := [name for name in parameters if name not in staged and name not in optional]:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise ValueError(f"weights: {missing[0]}{more} did not come")
         if optional & staged.keys() and not torch.equal(staged["lm_head.weight"], staged["model.embed_tokens.weight"]):

@@ -27,7 +27,7 @@ def main() -> None:
     from workers import parity
 
     model, trajectories, out = map(Path, sys.argv[1:])
-    parity.main(model, trajectories, out, 131, "algorithm.settings.delta=inf")
+    parity.main(model, trajectories, out, 131, gate=False)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from math import inf
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -47,14 +48,23 @@ class Driver:
         return Batch(self.trajectories, version)
 
 
-def main(model_folder: Path, trajectories: Path, out: Path, vocab_size: int, *overrides: str) -> None:
+def main(
+    model_folder: Path,
+    trajectories: Path,
+    out: Path,
+    vocab_size: int,
+    *overrides: str,
+    dropout: float = 0.0,
+    gate: bool = True,
+) -> None:
     config = load(
         "rehearsal",
         [f"output={out.parent / 'unused'}", f"model.path={model_folder}", "trainer.steps=1", *overrides],
     )
-    algorithm = FlashReinforce(FlashReinforceSettings())
+    algorithm = FlashReinforce(FlashReinforceSettings() if gate else FlashReinforceSettings(delta=inf, ratio_guard=inf))
     parts = Parts(algorithm, object, None, [], None, vocab_size, data_parallel=1)
     model = build_model(config, parts)
+    model.config.attention_dropout = model.config.hidden_dropout = dropout
     data = build_data(config, parts, Driver(trajectories) if os.environ["RANK"] == "0" else None)
     trainer = build_trainer(config, [Capture(out, vocab_size)])
     trainer.fit(model, datamodule=data)

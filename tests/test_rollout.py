@@ -1,0 +1,303 @@
+"""The collector: streaming, groups, drops, faults, resume, determinism."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
+
+from nemo_flashrl.environments.environment import Environment, StepResult
+from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings
+from nemo_flashrl.records import Batch, Sampling
+from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.rollout import Engine, TransformersEngine
+from nemo_flashrl.rollout.agent import Limits
+from nemo_flashrl.rollout.collector import Collector
+from nemo_flashrl.rollout.prompts import PromptStream
+
+GET = ids("get ( k 2 9 )")
+SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))
+DONE = StepResult(reward=1.0, done=True, success=True)
+
+
+def collector(
+    engine: Engine,
+    make_environment: Callable[[], Environment] = lambda: ScriptedEnvironment([DONE]),
+    prompts: PromptStream | None = None,
+    tasks: Any = range(1000),
+    **settings: Any,
+) -> Collector:
+    limits = Limits(max_context=128, step_timeout=20.0)
+    prompts = prompts or PromptStream(len(tasks))
+    return Collector(engine, make_environment, tasks, TOKENIZER, prompts, limits, SAMPLING, **settings)
+
+
+def numbers(batch: Batch) -> list[int]:
+    return [t.prompt_index for t in batch.trajectories]
+
+
+@pytest.mark.parametrize("in_flight", [4, 2])
+def test_synchronous_mode_leaves_nothing_behind(in_flight: int) -> None:
+    """Nothing runs between two batches, so every token of a batch is of the version that it was asked of."""
+    engine = ScriptedEngine(GET)
+    source = collector(engine, batch_size=4, max_in_flight=in_flight)
+
+    async def run() -> None:
+        for version in range(3):
+            engine.version = version
+            batch = await source.collect(version)
+            assert numbers(batch) == [4 * version + i for i in range(4)]
+            assert batch.policy_version == version
+            assert batch.metrics["staleness_max"] == 0
+            assert len(asyncio.all_tasks()) == 1
+            await asyncio.sleep(0.01)
+            assert len(engine.requests) == 4 * (version + 1)
+
+    asyncio.run(run())
+
+
+def test_a_straggler_does_not_hold_up_the_batch() -> None:
+    """Episode 1 hangs for 10 s; with one spare in flight, three batches of four come without it, and it is kept."""
+    order = iter(range(100))
+
+    def make() -> ScriptedEnvironment:
+        return ScriptedEnvironment([10.0, DONE] if next(order) == 1 else [DONE])
+
+    async def run(spare: int) -> list[int]:
+        source = collector(ScriptedEngine(GET), make, batch_size=4, max_in_flight=4 + spare)
+        try:
+            batches = [await asyncio.wait_for(source.collect(v), 2) for v in range(3)]
+            assert source.state_dict()["unfinished"][0] == 1
+            return [n for batch in batches for n in numbers(batch)]
+        finally:
+            await source.close()
+
+    collected = asyncio.run(run(spare=1))
+    assert len(set(collected)) == 12
+    assert 1 not in collected
+    order = iter(range(100))
+    with pytest.raises(TimeoutError):  # the barrier that the spare place does away with
+        asyncio.run(run(spare=0))
+
+
+def test_streaming_keeps_the_places_filled() -> None:
+    """Ten places, batches of four: one ends, the next begins, until a whole batch waits for a trainer that is slow."""
+    gates: list[asyncio.Event] = []
+    running = Counter()
+
+    class Gated(ScriptedEnvironment):
+        async def step(self, action: str) -> StepResult:
+            running["now"] += 1
+            gates.append(asyncio.Event())
+            await gates[-1].wait()
+            running["now"] -= 1
+            return DONE
+
+    async def settle() -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        source = collector(ScriptedEngine(GET), lambda: Gated([]), batch_size=4, max_in_flight=10)
+        collecting = asyncio.create_task(source.collect(0))
+        seen = []
+        for place in range(10):
+            await settle()
+            seen.append((running["now"], len(gates), collecting.done()))
+            gates[place].set()
+        # By hand: four endings make the batch, four more fill the next one, and only then no episode takes their place.
+        assert seen[:5] == [(10, 10, False), (10, 11, False), (10, 12, False), (10, 13, False), (10, 14, True)]
+        assert seen[5:] == [(10, 15, True), (10, 16, True), (10, 17, True), (9, 17, True), (8, 17, True)]
+        assert numbers(collecting.result()) == [0, 1, 2, 3]
+        assert numbers(await source.collect(1)) == [4, 5, 6, 7]
+        await settle()
+        assert (running["now"], len(gates)) == (10, 20)
+        await source.close()
+
+    asyncio.run(run())
+
+
+def test_groups_are_whole() -> None:
+    engine = ScriptedEngine(GET)
+    source = collector(engine, batch_size=6, group_size=3, max_in_flight=6)
+    batch = asyncio.run(source.collect(0))
+    assert numbers(batch) == [0, 0, 0, 1, 1, 1]
+    assert [t.group for t in batch.trajectories] == numbers(batch)
+    assert len({sampling.seed for _, sampling in engine.requests}) == 6
+    for settings, message in [
+        ({"batch_size": 4, "group_size": 3, "max_in_flight": 4}, "batch_size=4 .* multiple of group_size=3"),
+        ({"batch_size": 4, "max_in_flight": 0}, "max_in_flight=0"),
+        ({"batch_size": 4, "max_in_flight": 4, "max_staleness": -1}, "max_staleness=-1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            collector(engine, **settings)
+
+
+def test_old_trajectories_are_dropped_and_counted() -> None:
+    """Six run at version 0, two of them slow; at version 2 with max_staleness 1 the slow ones are too old."""
+    order = iter(range(1000))
+
+    def make() -> ScriptedEnvironment:
+        return ScriptedEnvironment([0.05, DONE] if next(order) < 2 else [DONE])
+
+    async def run(max_staleness: int | None) -> tuple[Batch, list[int]]:
+        engine = ScriptedEngine(GET)
+        source = collector(engine, make, batch_size=4, max_in_flight=6, max_staleness=max_staleness)
+        first = await source.collect(0)
+        await asyncio.sleep(0.1)
+        engine.version = 2
+        second = await source.collect(2)
+        assert not set(numbers(first)) & set(numbers(second))
+        unfinished = source.state_dict()["unfinished"]
+        assert not (set(numbers(first)) | set(numbers(second))) & set(unfinished)
+        await source.close()
+        return second, unfinished
+
+    batch, unfinished = asyncio.run(run(1))
+    assert min(t.oldest_version for t in batch.trajectories) == 2
+    assert batch.metrics["dropped_too_old"] >= 2
+    assert not {0, 1} & set(unfinished)
+    order = iter(range(1000))
+    batch, _ = asyncio.run(run(None))
+    assert {0, 1} <= set(numbers(batch))
+    assert batch.metrics["dropped_too_old"] == 0
+    assert batch.metrics["staleness_max"] == 2
+    assert batch.metrics["staleness_mean"] == 2
+
+
+def test_empty_episodes_are_dropped_and_never_waited_for() -> None:
+    order = iter(range(1000))
+
+    def make() -> ScriptedEnvironment:
+        return ScriptedEnvironment([DONE], prompt=OSError("down") if next(order) % 2 else "Q k 2 9 :")
+
+    batch = asyncio.run(collector(ScriptedEngine(GET), make, batch_size=4, max_in_flight=4).collect(0))
+    assert numbers(batch) == [0, 2, 4, 6]
+    assert batch.metrics["dropped_empty"] == batch.metrics["episodes_environment_error"] == 3
+    always = collector(
+        ScriptedEngine(GET), lambda: ScriptedEnvironment([], prompt=OSError("down")), batch_size=4, max_in_flight=4
+    )
+    with pytest.raises(RuntimeError, match=r"'empty': 21.* none was usable.*last error: reset: OSError: down"):
+        asyncio.run(always.collect(0))
+
+
+def test_metrics_by_hand() -> None:
+    """Two turns of 6 action tokens after a prompt of 5, with 4 observed between: 12 of 21 tokens."""
+    results = [StepResult("> k 4 0 7 7 7"), DONE]
+    source = collector(ScriptedEngine(GET), lambda: ScriptedEnvironment(list(results)), batch_size=2, max_in_flight=2)
+    source._limits = Limits(max_observation_tokens=4)
+    metrics = asyncio.run(source.collect(3)).metrics
+    assert metrics["action_token_share"] == pytest.approx(12 / 21)
+    assert metrics["turns"] == 2
+    assert metrics["observations_truncated"] == 2
+    assert metrics["staleness_mean"] == metrics["staleness_max"] == 3
+    assert (metrics["episodes_done"], metrics["episodes_turn_limit"], metrics["dropped_too_old"]) == (2, 0, 0)
+    rate = 24 / metrics["rollout_seconds"]
+    assert metrics["rollout_tokens_per_second"] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("in_flight", [4, 9])
+def test_a_dying_episode_stops_the_run(in_flight: int) -> None:
+    class Dying(ScriptedEngine):
+        async def generate(self, token_ids: Any, sampling: Any) -> Any:
+            if len(self.requests) == 6:
+                raise ConnectionError("no server left")
+            return await super().generate(token_ids, sampling)
+
+    logs: list[list[str]] = []
+
+    def make() -> ScriptedEnvironment:
+        environment = ScriptedEnvironment([10.0, DONE])
+        logs.append(environment.log)
+        return environment
+
+    async def run() -> None:
+        source = collector(Dying(GET), make, batch_size=8, max_in_flight=in_flight)
+        try:
+            for _ in range(2):  # and it stays so
+                with pytest.raises(ConnectionError, match="no server left"):
+                    source._engine.requests = [None] * 6
+                    await asyncio.wait_for(source.collect(0), 2)
+        finally:
+            await source.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert logs
+    assert all(log[-1] == "close" for log in logs if log)
+    source = collector(ScriptedEngine(GET), tasks=[0], batch_size=1, max_in_flight=1)
+    asyncio.run(source.close())
+    with pytest.raises(RuntimeError, match="closed"):
+        asyncio.run(source.collect(0))
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory) -> Path:
+    return make_warm_start(tmp_path_factory.mktemp("rollout") / "warm")
+
+
+def stream_batches(warm: Path, state: dict | None = None, seed: int = 0, batches: int = 3) -> tuple[list[Batch], dict]:
+    """Real episodes of a real model, more in flight than a batch holds."""
+    settings = Settings(num_tasks=40)
+    prompts = PromptStream(40, seed=5)
+    if state is not None:
+        prompts.load_state_dict(state)
+    source = collector(
+        TransformersEngine(warm),
+        lambda: KeyValueStore(settings),
+        prompts,
+        KeyValueStore.tasks(settings),
+        batch_size=12,
+        max_in_flight=20,
+        seed=seed,
+    )
+
+    async def run() -> list[Batch]:
+        collected = [await source.collect(0) for _ in range(batches)]
+        await source.close()
+        return collected
+
+    return asyncio.run(run()), source.state_dict()
+
+
+def test_two_runs_are_equal_to_the_bit(warm: Path) -> None:
+    first, again, other = (stream_batches(warm, seed=seed)[0] for seed in (0, 0, 1))
+    for one, two in zip(first, again, strict=True):
+        assert numbers(one) == numbers(two) == sorted(numbers(one))
+        for a, b in zip(one.trajectories, two.trajectories, strict=True):
+            assert np.array_equal(a.token_ids, b.token_ids)
+            assert a.behavior_logprobs.tobytes() == b.behavior_logprobs.tobytes()
+            assert (a.reward, a.end_reason, a.info) == (b.reward, b.end_reason, b.info)
+    assert [t.token_ids.tolist() for t in first[0].trajectories] != [
+        t.token_ids.tolist() for t in other[0].trajectories
+    ]
+
+
+def test_a_resumed_run_uses_every_prompt_once(warm: Path) -> None:
+    """36 prompts used, some in flight at the stop; the resumed run takes those first and goes on in the same order."""
+    before, state = stream_batches(warm)
+    used = [n for batch in before for n in numbers(batch)]
+    assert len(used) == len(set(used)) == 36
+    assert set(range(state["position"])) == set(used) | set(state["unfinished"])
+    assert len(state["unfinished"]) >= 1
+    after, later = stream_batches(warm, state)
+    used += [n for batch in after for n in numbers(batch)]
+    assert len(used) == len(set(used)) == 72
+    assert set(range(later["position"])) == set(used) | set(later["unfinished"])
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = (
+        "import sys, nemo_flashrl.rollout, nemo_flashrl.environments as e; e.load('key_value_store');"
+        "print(sorted({'transformers', 'nemo'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
