@@ -82,10 +82,18 @@ def chunked_floor(problem: Problem) -> Callable[[], None]:
     return run
 
 
-def single_pass(problem: Problem) -> Callable[[], None]:
+def single_pass(problem: Problem, into_main_grad: bool = False) -> Callable[[], None]:
+    """`into_main_grad`: the weight's gradient is added to a matrix that is there already, as under Megatron."""
+    main_grad = torch.zeros_like(problem.weight) if into_main_grad else None
+
     def run() -> None:
         loss, _ = fused_linear_policy_loss(
-            problem.hidden, problem.weight, problem.targets, problem.loss, chunk_tokens=problem.chunk
+            problem.hidden,
+            problem.weight,
+            problem.targets,
+            problem.loss,
+            chunk_tokens=problem.chunk,
+            grad_weight=main_grad,
         )
         loss.backward()
 
@@ -217,10 +225,12 @@ METHODS: dict[str, Callable[[Problem], Callable[[], None]]] = {
     "product": product,
     "chunked floor": chunked_floor,
     "ours": single_pass,
+    "ours, into main_grad": lambda problem: single_pass(problem, into_main_grad=True),
     "gated, all live": lambda problem: gated(problem, 2.0),
     "gated, half live": lambda problem: gated(problem, 0.5),
+    "gated, all live, one chunk held": lambda problem: gated(problem, 2.0, logits_budget_bytes=0),
+    "gated, half live, one chunk held": lambda problem: gated(problem, 0.5, logits_budget_bytes=0),
     "gated, all live, logits held": lambda problem: gated(problem, 2.0, logits_budget_bytes=GIB),
-    "gated, half live, logits held": lambda problem: gated(problem, 0.5, logits_budget_bytes=GIB),
     "naive": naive,
     "checkpoint": checkpointed,
     "liger": liger,

@@ -29,6 +29,8 @@ from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
 from .passes import GradientSums, gradient_pass, logprob_pass
 from .tensor_parallel import gathered_rows
 
+DEFAULT_LOGITS_BUDGET = 2**28
+
 # (all log-probs [T], all entropies [T] or None) -> which tokens enter the loss, bool [T]
 GateRule = Callable[[Tensor, Tensor | None], Tensor]
 # (log-probs [n], what the gate kept [T], their place in the flat batch) -> (value [n], d value / d logprob [n])
@@ -48,7 +50,7 @@ def fused_linear_gated_policy_loss(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
-    logits_budget_bytes: int = 0,
+    logits_budget_bytes: int = DEFAULT_LOGITS_BUDGET,
     entropy_weight: Tensor | None = None,
     return_entropy: bool = False,
     mask: Tensor | None = None,
@@ -67,7 +69,7 @@ def fused_linear_gated_policy_loss(
         logprobs, entropies: fp32 (fp64) `[T]` at the current weights and temperature, where a former pass has left
             them.
         logits_budget_bytes: how much logits may take on this rank, `4 T V / TP` (fp64: 8) being the whole; one chunk's
-            worth is taken in any case.
+            worth is taken in any case. What fits is not computed twice.
         entropy_weight: as in `fused_linear_policy_loss`; counts where the gate keeps a token.
 
     Returns:

@@ -31,10 +31,12 @@ def policy_head_memory(
     element_bytes: int = 2,
     sequence_parallel: bool = True,
     direct_weight_gradient: bool = True,
+    logits_budget_bytes: int = 0,
 ) -> HeadMemory:
-    """Peak of the single pass, T = tokens of a microbatch, C = chunk_tokens, e = element_bytes, R = TP or 1:
+    """Peak of a policy loss, T = tokens of a microbatch, C = chunk_tokens, e = element_bytes, R = TP or 1:
 
-        logits            4 C V / TP               one chunk, fp32, whatever the weights are
+        logits            4 C V / TP               one chunk, fp32, whatever the weights are; behind a gate as many
+                                                   whole chunks as logits_budget_bytes holds, if that is more than one
         hidden gradient   e T H / R                R = TP under sequence parallelism, else 1
         weight gradient   0, or 4 V H / TP         0 where it is summed into main_grad
         chunk states      C H (4 + e)              a chunk's hidden gradient in fp32, its scaled hidden states
@@ -50,8 +52,10 @@ def policy_head_memory(
     states = chunk * hidden_size * (4 + element_bytes)
     if shards > 1:
         states += chunk * hidden_size * (2 * element_bytes) + chunk * hidden_size * 4 // ranks
+    chunk_bytes = 4 * chunk * vocab_size // ranks
+    num_held = min(-(-tokens // chunk), max(1, logits_budget_bytes // chunk_bytes))
     return HeadMemory(
-        logits=4 * chunk * vocab_size // ranks,
+        logits=min(num_held * chunk_bytes, 4 * tokens * vocab_size // ranks),
         hidden_gradient=element_bytes * tokens * hidden_size // shards,
         weight_gradient=0 if direct_weight_gradient else 4 * vocab_size * hidden_size // ranks,
         chunk_states=states,

@@ -67,8 +67,6 @@ class Codec:
         ]
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         if text.count(_ACTION) != 1 or text.count(_OBSERVATION) != 1:
-            raise ValueError(
-                "the chat template does not show every message once: it cannot frame observations"
-            )
+            raise ValueError("the chat template does not show every message once: it cannot frame observations")
         before, after = text.split(_ACTION)[1].split(_OBSERVATION)
         return tuple(list(self._tokenizer(piece, add_special_tokens=False).input_ids) for piece in (before, after))
