@@ -1,0 +1,39 @@
+"""The shipped examples do what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl import environments
+from nemo_flashrl.config import settings_of
+from nemo_flashrl.environments.environment import Environment
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_my_environment_is_loaded_by_its_dotted_path(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    sys.modules.pop("my_environment", None)
+    loaded = environments.load("my_environment.GuessTheNumber")
+    settings = settings_of(loaded, {"largest": 10, "num_tasks": 3}, "environment")
+    assert list(loaded.tasks(settings)) == [1, 10, 9]  # 7919 = 9 and 15838 = 8 modulo 10
+    game = loaded(settings)
+    assert isinstance(game, Environment)
+
+    async def play() -> list:
+        await game.reset(9)
+        return [await game.step(text) for text in ("hm", "my guess is 3", "10", "it is 9")]
+
+    silent, low, high, solved = asyncio.run(play())
+    assert (silent.observation, low.observation, high.observation) == ("Say a number.", "higher", "lower")
+    assert (solved.reward, solved.done, solved.success) == (1.0, True, True)
+    with pytest.raises(ValueError, match="environment.settings.larget"):
+        settings_of(loaded, {"larget": 5}, "environment")
+
+
+def test_my_environment_stays_short() -> None:
+    assert len((EXAMPLES / "my_environment.py").read_text().splitlines()) < 60
