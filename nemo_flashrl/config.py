@@ -7,6 +7,7 @@ come last. Plug-ins (algorithm, environment) declare their settings beside their
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,10 @@ class RolloutConfig:
 class BatchingConfig:
     """How a batch is split into microbatches."""
 
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: int = 16384  # a longer trajectory goes alone
     layout: str = "packed"  # "packed": one row, attention inside each trajectory | "padded": a row each
     context_margin: float = 0.0
-    on_too_long: str = "error"  # "error" | "truncate" | "drop"
+    on_too_long: str = "error"  # what exceeds the context: "error" | "truncate" | "drop"
 
 
 @dataclass
@@ -107,6 +108,43 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+TINY = 1e-12  # stands for "above 0"
+CHOICES = {
+    "model.precision": ("bf16", "fp32"),
+    "model.recompute": ("none", "selective", "full"),
+    "batching.layout": ("packed", "padded"),
+    "batching.on_too_long": ("error", "truncate", "drop"),
+}
+RANGES = {
+    "model.context_length": (2, math.inf),
+    "model.vocab_divisible_by": (1, math.inf),
+    "model.head_chunk_tokens": (1, math.inf),
+    "model.head_logits_budget_mib": (0, math.inf),
+    "parallel.tensor": (1, math.inf),
+    "parallel.pipeline": (1, math.inf),
+    "optimizer.learning_rate": (TINY, 1),
+    "optimizer.warmup_steps": (0, math.inf),
+    "optimizer.beta1": (0, 1),
+    "optimizer.beta2": (0, 1),
+    "optimizer.weight_decay": (0, math.inf),
+    "optimizer.clip_gradient": (TINY, math.inf),
+    "rollout.batch_size": (1, math.inf),
+    "rollout.max_in_flight": (0, math.inf),
+    "rollout.lag": (0, math.inf),
+    "rollout.max_staleness": (0, math.inf),
+    "rollout.temperature": (TINY, 100),
+    "rollout.max_turns": (1, math.inf),
+    "rollout.max_tokens_per_turn": (1, math.inf),
+    "rollout.max_observation_tokens": (1, math.inf),
+    "rollout.step_timeout": (TINY, math.inf),
+    "batching.max_tokens_per_microbatch": (1, math.inf),
+    "batching.context_margin": (0, 0.99),
+    "trainer.steps": (1, math.inf),
+    "trainer.seed": (0, 2**31),
+    "trainer.log_trajectories": (0, math.inf),
+}
 
 
 def conf_folder() -> Path:
@@ -172,38 +210,23 @@ def _known_keys(key: str) -> list[str]:
 
 def check(config: RunConfig) -> None:
     """Refuse what no machine could run; ValueError names field, value and remedy."""
-    rollout = config.rollout
-    rules: list[tuple[bool, str, Any, str]] = [
-        (config.model.precision in {"bf16", "fp32"}, "model.precision", config.model.precision, "bf16 or fp32"),
-        (
-            config.model.recompute in {"none", "selective", "full"},
-            "model.recompute",
-            config.model.recompute,
-            "none, selective or full",
-        ),
-        (rollout.batch_size >= 1, "rollout.batch_size", rollout.batch_size, "at least 1"),
-        (
-            rollout.max_in_flight == 0 or rollout.max_in_flight >= rollout.batch_size,
-            "rollout.max_in_flight",
-            rollout.max_in_flight,
-            f"0 or at least rollout.batch_size ({rollout.batch_size})",
-        ),
-        (rollout.lag >= 0, "rollout.lag", rollout.lag, "0 or more"),
-        (rollout.temperature > 0, "rollout.temperature", rollout.temperature, "above 0"),
-        (rollout.max_turns >= 1, "rollout.max_turns", rollout.max_turns, "at least 1"),
-        (rollout.max_tokens_per_turn >= 1, "rollout.max_tokens_per_turn", rollout.max_tokens_per_turn, "at least 1"),
-        (rollout.step_timeout > 0, "rollout.step_timeout", rollout.step_timeout, "above 0 seconds"),
-        (config.parallel.tensor >= 1, "parallel.tensor", config.parallel.tensor, "at least 1"),
-        (config.parallel.pipeline >= 1, "parallel.pipeline", config.parallel.pipeline, "at least 1"),
-        (config.trainer.steps >= 1, "trainer.steps", config.trainer.steps, "at least 1"),
-        (config.optimizer.learning_rate > 0, "optimizer.learning_rate", config.optimizer.learning_rate, "above 0"),
-        (config.optimizer.warmup_steps >= 0, "optimizer.warmup_steps", config.optimizer.warmup_steps, "0 or more"),
-        (config.optimizer.clip_gradient > 0, "optimizer.clip_gradient", config.optimizer.clip_gradient, "above 0"),
-        (config.model.context_length >= 2, "model.context_length", config.model.context_length, "at least 2"),
-    ]
-    for holds, name, value, remedy in rules:
-        if not holds:
-            raise ValueError(f"{name}={value!r}: must be {remedy}")
+    in_flight = config.rollout.max_in_flight
+    if in_flight and in_flight < config.rollout.batch_size:
+        raise ValueError(
+            f"rollout.max_in_flight={in_flight}: must be 0 or at least rollout.batch_size ({config.rollout.batch_size})"
+        )
+    for name, (lowest, highest) in RANGES.items():
+        value = _field(config, name)
+        if value is not None and not lowest <= value <= highest:
+            raise ValueError(f"{name}={value!r}: must be at least {lowest:g}, at most {highest:g}")
+    for name, choices in CHOICES.items():
+        if _field(config, name) not in choices:
+            raise ValueError(f"{name}={_field(config, name)!r}: must be one of {', '.join(choices)}")
+
+
+def _field(config: RunConfig, name: str) -> Any:
+    section, field_name = name.split(".")
+    return getattr(getattr(config, section), field_name)
 
 
 def settings_of(plugin: type, given: dict[str, Any], where: str) -> Any:

@@ -16,7 +16,9 @@ from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.config import PluginConfig, RunConfig, settings_of
 from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.weights.hf_tensors import HfTensors
 
+ENVIRONMENT_MEMBERS = ("Settings", "tasks", "reset", "step", "close")
 CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
 
 
@@ -35,6 +37,8 @@ class Parts:
 
 def prepare(config: RunConfig, world_size: int) -> Parts:
     """Load and check what `config` names for a run of `world_size` processes."""
+    if not config.output:
+        raise ValueError("output='': name a folder that does not exist yet")
     if Path(config.output).exists():
         raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")
     data_parallel = _check_parallel(config, world_size)
@@ -50,6 +54,11 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     if algorithm.needs_reference:
         raise ValueError("algorithm.settings.kl_coefficient: no reference policy is configured; set it to 0")
     environment = _load(environments.load, config.environment, "environment")
+    missing = [name for name in ENVIRONMENT_MEMBERS if not hasattr(environment, name)]
+    if missing:
+        raise ValueError(
+            f"environment.name={config.environment.name!r} is no environment: it lacks {', '.join(missing)}"
+        )
     settings = settings_of(environment, config.environment.settings, "environment")
     tasks = environment.tasks(settings)
     if len(tasks) == 0:
@@ -63,8 +72,13 @@ async def _check_prompts(config: RunConfig, parts: Parts) -> None:
     codec = Codec(parts.tokenizer)
     for index in range(min(CHECKED_PROMPTS, len(parts.tasks))):
         environment = parts.environment(parts.environment_settings)
-        async with asyncio.timeout(config.rollout.step_timeout):
-            length = len(codec.prompt_ids(await environment.reset(parts.tasks[index])))
+        try:
+            async with asyncio.timeout(config.rollout.step_timeout):
+                length = len(codec.prompt_ids(await environment.reset(parts.tasks[index])))
+        except Exception as error:  # the environment is not ours
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise ValueError(f"environment.name={config.environment.name!r}: reset of task {index}: {what}") from error
+        finally:
             await environment.close()
         if length >= config.model.context_length:
             raise ValueError(
@@ -111,6 +125,7 @@ def _read_model(config: RunConfig) -> dict[str, Any]:
             f"parallel.pipeline={config.parallel.pipeline}: does not divide the model's num_hidden_layers "
             f"({hf_config['num_hidden_layers']})"
         )
+    HfTensors(config.model.path)  # whole files, or a ValueError
     limit = hf_config.get("max_position_embeddings", config.model.context_length)
     if config.model.context_length > limit:
         raise ValueError(

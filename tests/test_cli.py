@@ -60,6 +60,10 @@ BAD = {  # overrides -> what the line says
     "batch that groups do not divide": (["algorithm=grpo", "rollout.batch_size=12"], ["rollout.batch_size=12", "8"]),
     "group of one": (["algorithm=grpo", "algorithm.settings.group_size=1"], ["group_size", "1"]),
     "reference that is not there": (["algorithm=grpo", "algorithm.settings.kl_coefficient=0.1"], ["kl_coefficient"]),
+    "layout that is none": (["batching.layout=pakced"], ["batching.layout", "pakced", "packed, padded"]),
+    "chunk of nothing": (["model.head_chunk_tokens=0"], ["model.head_chunk_tokens=0", "at least 1"]),
+    "negative seed": (["trainer.seed=-1"], ["trainer.seed=-1"]),
+    "class that is no environment": (["environment.name=json.JSONDecoder"], ["json.JSONDecoder", "Settings"]),
     "no form of key=value": (["trainer.steps"], ["trainer.steps", "key=value"]),
 }
 
@@ -89,6 +93,17 @@ def test_a_tokenizer_of_another_model_is_refused(flashrl, model: Path, tmp_path:
     assert code == 2
     assert "23 tokens" in err
     assert "vocab_size is 20" in err
+
+
+def test_a_torn_checkpoint_is_refused(flashrl, model: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "model"
+    torn.mkdir()
+    for file in model.iterdir():
+        (torn / file.name).write_bytes(file.read_bytes())
+    (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:100_000])
+    code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={torn}")
+    assert code == 2
+    assert "not a whole safetensors file" in err
 
 
 def test_existing_output_is_kept(flashrl, model: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
 from nemo_flashrl.ops import products as products_module
-from nemo_flashrl.ops.reference import linear_policy_loss
+from nemo_flashrl.ops.reference import linear_logprob, linear_policy_loss
 
 SIZES = [  # T, H, rows of the weight, true vocabulary, chunk
     (0, 8, 16, 16, 4),
@@ -85,8 +85,7 @@ def run(way: str, inputs: dict[str, Tensor], *, entropy: bool, vocab_size, tempe
             with torch.no_grad():
                 given = fused_linear_logprob(hidden, weight, targets, return_entropy=True, **settings)
             settings |= {"logprobs": given[0], "entropies": given[1]}
-        if way == "held":
-            settings["logits_budget_bytes"] = 2**30
+        settings["logits_budget_bytes"] = 2**30 if way == "held" else 0
         total, logprobs = fused_linear_gated_policy_loss(
             hidden,
             weight,
@@ -166,6 +165,18 @@ def test_logits_of_80_that_fp32_holds_exactly(way):
         assert relative(grad_weight, right[3]) <= 1e-6
 
 
+def test_large_logits_that_need_no_shift():
+    # Up to 45 in eighths, exact in fp32: log p = z_y - log s is then a small difference of two large numbers.
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randint(200, 321, (50, 400), generator=generator).float() / 8
+    targets = torch.where(torch.arange(400) % 2 == 0, weight.argmax(0), torch.randint(50, (400,), generator=generator))
+    weight[targets[::4], torch.arange(0, 400, 4)] += 5
+    logprobs = fused_linear_logprob(torch.eye(400), weight, targets)
+    right, _ = linear_logprob(torch.eye(400).double(), weight.double(), targets)
+    assert ((logprobs - right).abs() <= 5e-7 * right.abs().clamp(min=1)).all()
+    assert (logprobs <= 0).all()
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_peaked_logits_are_as_exact_as_plain_fp32(way):
     worst = {"fused": 0.0, "plain": 0.0}
@@ -196,15 +207,15 @@ def test_half_precision_is_no_worse_than_plain_half_precision(way, entropy, dtyp
             assert relative(ours, true) <= relative(theirs, true)
 
 
-@pytest.mark.parametrize("way", ["logprob", "single", "recomputed", "held"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_with_fp32_output_as_an_accelerator_has_them(monkeypatch, way, dtype):
-    # The operands of these products are half precision, narrowed within the logits' own storage.
+@pytest.fixture
+def wide_products(monkeypatch):
+    """Products of half-precision operands with fp32 output, as an accelerator has them and a CPU has not."""
+
     def widened(function):
         def call(*tensors, out_dtype=None, out, **scalars):
             if out_dtype is None:
                 return function(*tensors, out=out, **scalars)
-            assert {tensor.dtype for tensor in tensors[-2:]} == {dtype}
+            assert all(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors[-2:])
             return function(*(tensor.to(out_dtype) for tensor in tensors), out=out, **scalars)
 
         return call
@@ -212,16 +223,24 @@ def test_products_with_fp32_output_as_an_accelerator_has_them(monkeypatch, way, 
     monkeypatch.setattr(products_module.Products, "has_wide_output", property(lambda self: not self.is_plain))
     monkeypatch.setattr(products_module.torch, "mm", widened(torch.mm))
     monkeypatch.setattr(products_module.torch, "addmm", widened(torch.addmm))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("way", ["logprob", "single", "recomputed", "held"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_half_precision_products(wide_products, way, entropy, dtype, bound):
+    # Exponentials are narrowed within the logits' own storage; sums are fp32. The coefficients are small as those of a
+    # mean over a million tokens: fp16 would flush them, and the hidden states they scale, to 0.
     inputs = problem((193, 64, 640, 515, 48), dtype, 5, 20.0)
-    inputs["coefficient"] *= 1e-6  # fp16 alone would flush the scaled hidden states to 0
-    for entropy in (False, True):
-        fused = run(way, inputs, entropy=entropy, vocab_size=515, chunk_tokens=48)
-        inputs_wide = inputs | {name: inputs[name].float() for name in ("hidden", "weight")}
-        right = expected(inputs_wide, entropy=entropy, vocab_size=515)
-        bound = 2**-8 if dtype == torch.bfloat16 else 2**-10
-        assert relative(fused[1], right[1]) <= 2e-6
-        if dtype == torch.bfloat16:
-            assert relative(fused[2], right[2]) <= bound and relative(fused[3], right[3]) <= bound
+    inputs["coefficient"], inputs["entropy_weight"] = inputs["coefficient"] * 1e-6, inputs["entropy_weight"] * 1e-6
+    settings = {"entropy": entropy, "vocab_size": 515}
+    main_grad = torch.zeros(640, 64)
+    _, logprobs, grad_hidden, _ = run(way, inputs, chunk_tokens=48, grad_weight=main_grad, **settings)
+    right = expected(inputs, **settings)
+    assert relative(logprobs, right[1]) <= 2e-6
+    assert relative(main_grad, right[3]) <= bound
+    if dtype == torch.bfloat16:
+        assert relative(grad_hidden, right[2]) <= bound
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -241,11 +260,10 @@ def test_gradcheck(way):
             return fused_linear_policy_loss(hidden, weight, inputs["targets"], loss, entropy_weight=slope, **settings)[
                 0
             ]
-        if way == "held":
-            settings["logits_budget_bytes"] = 2**30
         if way == "given":
             given = fused_linear_logprob(hidden.detach(), weight, inputs["targets"], return_entropy=True, **settings)
             settings |= {"logprobs": given[0].detach(), "entropies": given[1].detach()}
+        settings["logits_budget_bytes"] = 2**30 if way == "held" else 0
         return fused_linear_gated_policy_loss(
             hidden,
             weight,

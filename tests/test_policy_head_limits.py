@@ -43,17 +43,31 @@ def test_no_logits_and_no_graph_outlive_a_microbatch():
     assert not any(type(x) is Tensor and x.shape[-1:] == (V,) for x in gc.get_objects())
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("tokens", [300, 450])
-def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct):
+@pytest.mark.parametrize(
+    ("direct", "budget"), [(False, None), (True, None), (False, 0), (False, 3_000_000), (True, 2**30)]
+)
+@pytest.mark.parametrize("tokens", [300, 500])
+def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct, budget):
     hidden, weight = torch.randn(tokens, 64).requires_grad_(), torch.randn(3000, 64).requires_grad_()
     targets = torch.randint(3000, (tokens,))
     main_grad = torch.zeros(3000, 64) if direct else None
 
     def call() -> None:
-        fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), chunk_tokens=100, grad_weight=main_grad)[
-            0
-        ].backward()
+        settings = {"chunk_tokens": 100, "grad_weight": main_grad}
+        if budget is None:
+            loss, _ = fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), **settings)
+        else:
+            keep = torch.ones(tokens, dtype=torch.bool)
+            loss, _ = fused_linear_gated_policy_loss(
+                hidden,
+                weight,
+                targets,
+                lambda logprobs, entropies: keep,
+                lambda logprobs, keep, part: constant_loss(1.0)(logprobs, part),
+                logits_budget_bytes=budget,
+                **settings,
+            )
+        loss.backward()
 
     call()
     hidden.grad = weight.grad = None
@@ -64,7 +78,15 @@ def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct):
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    plan = policy_head_memory(tokens, 64, 3000, chunk_tokens=100, element_bytes=4, direct_weight_gradient=direct)
+    plan = policy_head_memory(
+        tokens,
+        64,
+        3000,
+        chunk_tokens=100,
+        element_bytes=4,
+        direct_weight_gradient=direct,
+        logits_budget_bytes=budget or 0,
+    )
     assert plan.peak <= peak * 1.001 and peak <= plan.peak * 1.03
 
 

@@ -80,8 +80,7 @@ def call(way: str, hidden: Tensor, weight: Tensor, inputs: dict[str, Tensor], en
         with torch.no_grad():
             given = fused_linear_logprob(hidden, weight, targets, return_entropy=True, **settings)
         settings = settings | {"logprobs": given[0], "entropies": given[1]}
-    if way == "held":
-        settings = settings | {"logits_budget_bytes": 2**30}
+    settings = settings | {"logits_budget_bytes": 2**30 if way == "held" else 0}
     return fused_linear_gated_policy_loss(
         hidden,
         weight,

@@ -11,7 +11,8 @@ from processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_model
 
-from nemo_flashrl.weights.hf_folder import HfTensors, write_hf_folder
+from nemo_flashrl.weights.hf_folder import write_hf_folder
+from nemo_flashrl.weights.hf_tensors import HfTensors
 from nemo_flashrl.weights.mapping import Layout, Place, find_rule
 
 

@@ -81,7 +81,7 @@ class RLMetricsCallback(pl.Callback):
             logger.log_metrics(record, step=trainer.global_step)
         for trajectory in batch.trajectories[: self.log_trajectories]:
             append_json_line(self.output / "trajectories.jsonl", self._readable(trainer.global_step, trajectory))
-        if trainer.global_step % self.print_every == 0 or trainer.global_step == 1:
+        if trainer.global_step % self.print_every == 0 or trainer.global_step in (1, trainer.max_steps):
             sys.stdout.write(_progress_line(record, trainer.max_steps, seconds))
             sys.stdout.flush()
 
@@ -110,13 +110,15 @@ class RLMetricsCallback(pl.Callback):
             "end_reason": trajectory.end_reason,
             "turns": trajectory.turns,
             "oldest_version": trajectory.oldest_version,
+            "info": trajectory.info,
             "text": " ".join(pieces),
         }
 
 
 def _progress_line(record: dict[str, Any], steps: int, seconds: float) -> str:
+    errors = f"  environment errors {n:.0f}" if (n := record["episodes_environment_error"]) else ""
     gate = f"  gate {record['gate_acceptance']:.2f}" if "gate_acceptance" in record else ""
     return (
         f"step {record['step']:>4}/{steps}  reward {record['reward_mean']:.3f}  success {record['success']:.3f}{gate}"
-        f"  turns {record['turns']:.1f}  grad {record['gradient_norm']:.3f}  {seconds:.2f} s/step\n"
+        f"  turns {record['turns']:.1f}  grad {record['gradient_norm']:.3f}  {seconds:.2f} s/step{errors}\n"
     )

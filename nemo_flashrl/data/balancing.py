@@ -6,6 +6,7 @@ trajectories of the cheaper group, bins of the cheaper group. Bin b belongs to g
 
 from __future__ import annotations
 
+import abc
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ class Bins(Protocol):
     def swap_bins(self, a: int, b: int) -> None: ...
 
 
-class _BinsOfItems:
+class _BinsOfItems(abc.ABC):
     """The bookkeeping that both layouts share."""
 
     sizes: np.ndarray
@@ -58,8 +59,9 @@ class _BinsOfItems:
         self._refresh(a)
         self._refresh(b)
 
+    @abc.abstractmethod
     def _refresh(self, b: int) -> None:
-        raise NotImplementedError
+        """Count again what bin b holds."""
 
 
 class PackedBins(_BinsOfItems):

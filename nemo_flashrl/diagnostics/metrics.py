@@ -60,10 +60,17 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], policy_version: int) 
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """One object a line, readable while the run goes on; a number that JSON cannot hold (NaN, inf) becomes null."""
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    """One object a line, readable while the run goes on; what JSON cannot hold becomes null (NaN, inf) or text."""
     with path.open("a") as file:
-        file.write(json.dumps(finite, allow_nan=False) + "\n")
+        file.write(json.dumps(_finite(record), allow_nan=False, default=str) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ class Chunk:
     def take(self, values: Tensor, fill: float = 0) -> Tensor:
         """The chunk's part, `[C]`, of per-token `values` `[T]`; `fill` on rows that hold no token."""
         if self.tokens is None:
-            return values.view(self.num_shards, -1)[:, self.start : self.stop].reshape(-1)
+            return values.reshape(self.num_shards, -1)[:, self.start : self.stop].reshape(-1)
         taken = values[self.tokens]
         return taken if self.real is None else torch.where(self.real, taken, fill)
 

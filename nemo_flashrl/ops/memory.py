@@ -44,7 +44,8 @@ def policy_head_memory(
                                                    states gathered, the reduced gradient
         token numbers     8 T                      log-probs, and the loss's own vector
 
-    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least.
+    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least. Blocks of logits in temporaries, up to 32 MiB
+    on an accelerator with an entropy term and less elsewhere, are left out.
     """
     ranks = tensor_parallel
     shards = ranks if sequence_parallel else 1

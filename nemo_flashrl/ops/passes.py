@@ -162,10 +162,8 @@ class GradientSums:
             values = torch.zeros(shape, dtype=staged, device=head.hidden.device)
             self.hidden = HiddenGradient(values, head.group, head.sequence_parallel, head.reduce_hidden_gradient)
         self.weight = grad_weight
-        self._is_unset = weight and grad_weight is None  # the first product is then written, not added to zeros
-        if self._is_unset:
-            self.weight = torch.empty(num_rows, shape[1], dtype=head.products.dtype, device=head.hidden.device)
-            self.weight[head.num_columns :].zero_()
+        if weight and grad_weight is None:
+            self.weight = torch.zeros(num_rows, shape[1], dtype=head.products.dtype, device=head.hidden.device)
         self._part = None
 
     def add(
@@ -230,8 +228,7 @@ class GradientSums:
             self.hidden.put(chunk, order, part)
         if self.weight is not None and num_columns:
             own = self.weight[:num_columns]
-            products.add_weight_gradient(matrix, rows, row_factor, own, keep=0 if self._is_unset else 1)
-            self._is_unset = False
+            products.add_weight_gradient(matrix, rows, row_factor, own)
             # An accelerator adds repeated targets in any order, unless torch.use_deterministic_algorithms is on.
             for some in target_blocks(rows.shape[0]):
                 own.index_add_(0, columns[some], rows[some] * target_factor[some, None])
@@ -245,8 +242,6 @@ class GradientSums:
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """(gradient of hidden, gradient of weight), in the dtypes they were summed in."""
         self._part = None
-        if self._is_unset:
-            self.weight.zero_()
         if self.hidden is None:
             return None, self.weight
         self.hidden.settle()

@@ -62,22 +62,22 @@ class Products:
             for start, block in self._widened_blocks():
                 out.addmm_(operand[:, start : start + block.shape[0]], block)
 
-    def add_weight_gradient(self, operand: Tensor, rows: Tensor, factor: Tensor, out: Tensor, keep: int = 1) -> None:
-        """out = keep * out + operand^T @ (factor * rows); `[C, V]`, `[C, H]`, `[C]` -> `[V, H]` of `dtype`."""
+    def add_weight_gradient(self, operand: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> None:
+        """out += operand^T @ (factor * rows); `[C, V]`, `[C, H]`, `[C]` -> `[V, H]` of `dtype`."""
         if not self.has_wide_output:
-            out.addmm_(operand.t(), rows * factor[:, None], beta=keep)  # the factor is fp32, and so is the product
+            out.addmm_(operand.t(), rows * factor[:, None])  # the factor is fp32, and so is the product
             return
         # fp16 reaches down to 6e-8 only: coefficients of a mean over a million tokens would vanish before the product.
         size = float(factor.abs().amax()) if self.weight.dtype == torch.float16 else 1.0
         scaled = torch.mul(rows, (factor / size)[:, None], out=torch.empty_like(rows))
-        torch.addmm(out, operand.t(), scaled, out_dtype=self.dtype, beta=keep, alpha=size, out=out)
+        torch.addmm(out, operand.t(), scaled, out_dtype=self.dtype, alpha=size, out=out)
 
     def _widened_blocks(self):
         for start in range(0, self.weight.shape[0], WIDENED_ROWS):
             yield start, self.weight[start : start + WIDENED_ROWS].to(self.dtype)
 
 
-def narrow_(matrix: Tensor, dtype: torch.dtype, block_bytes: int = 2**26) -> Tensor:
+def narrow_(matrix: Tensor, dtype: torch.dtype, block_bytes: int = 2**25) -> Tensor:
     """Convert a contiguous `[C, V]` to a narrower dtype inside its own storage; the wide values are gone afterwards.
 
     Row blocks go in order: a block is read before anything is written over it, and what is written ends before the

@@ -73,5 +73,5 @@ def draw_curve(values: Sequence[float], width: int = CURVE_WIDTH, rows: int = CU
         label = "1.0" if row == rows - 1 else "0.0" if row == 0 else "   "
         lines.append(f"{label} │{cells}")
     lines.append("    └" + "─" * width)
-    lines.append(f"     update 1{str(len(values)).rjust(width - 8)}")
+    lines.append(f"     update 1 {str(len(values)).rjust(width - 9)}")
     return lines

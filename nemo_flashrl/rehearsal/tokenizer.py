@@ -25,5 +25,6 @@ def make_tokenizer(context: int = 128) -> PreTrainedTokenizerFast:
         eos_token=END,
         unk_token=UNKNOWN,
         model_max_length=context,
+        model_input_names=["input_ids", "attention_mask"],
         clean_up_tokenization_spaces=False,
     )

@@ -27,8 +27,18 @@ class RolloutDriver:
         self._loop = asyncio.new_event_loop()
 
     def collect(self, policy_version: int) -> Batch:
-        """The next batch; an engine's or the collector's exception comes out here."""
-        return self._loop.run_until_complete(self.collector.collect(policy_version))
+        """The next batch; an engine's or the collector's exception comes out here.
+
+        Raises:
+            ValueError: every episode of the batch ended in an error of the environment: it is broken, not unlucky.
+        """
+        batch = self._loop.run_until_complete(self.collector.collect(policy_version))
+        if all(t.end_reason == "environment_error" for t in batch.trajectories):
+            error = batch.trajectories[0].info.get("error")
+            raise ValueError(
+                f"environment: all {len(batch.trajectories)} episodes of a batch failed; the first: {error}"
+            )
+        return batch
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Serve new weights; on an error the old ones go on serving."""
