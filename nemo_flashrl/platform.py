@@ -31,7 +31,7 @@ class Patch:
     reason: str
 
 
-_undo: list[tuple[Any, str, Any]] = []
+_installed: list[Patch] = []  # what is in force; empty on a GPU
 
 
 @functools.cache
@@ -105,28 +105,16 @@ def seed_model_parallel(seed: int) -> None:
 
 def install() -> None:
     """Make NeMo and Megatron run here; idempotent, called before either is imported."""
-    if _undo:
+    if _installed:
         return
     if _megatron_version() == "0.16":
         megatron_016.install()
     if has_gpu():
         return
-    for patch in _torch_patches():
-        _apply(patch)
-    for patch in _upstream_patches():
-        _apply(patch)
-
-
-def uninstall() -> None:
-    """Put back what `install` redirected."""
-    while _undo:
-        owner, name, original = _undo.pop()
-        setattr(owner, name, original)
-
-
-def _apply(patch: Patch) -> None:
-    _undo.append((patch.owner, patch.name, getattr(patch.owner, patch.name)))
-    setattr(patch.owner, patch.name, patch.replacement)
+    for patches in (_torch_patches, _upstream_patches):  # torch first: importing the others needs it
+        for patch in patches():
+            setattr(patch.owner, patch.name, patch.replacement)
+            _installed.append(patch)
 
 
 def _megatron_version() -> str:
@@ -179,6 +167,9 @@ class _NoStream:
     def query(self) -> bool:
         return True
 
+    def record_event(self, event: Any = None) -> _NoStream:
+        return self
+
 
 def _torch_patches() -> list[Patch]:
     cpu = torch.device("cpu")
@@ -216,6 +207,7 @@ def _torch_patches() -> list[Patch]:
 def _upstream_patches() -> list[Patch]:
     from megatron.core.optimizer import optimizer
     from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
     from nemo.lightning import callback_group
@@ -234,6 +226,7 @@ def _upstream_patches() -> list[Patch]:
             staticmethod(_norm_with_sequence_parallelism(WrappedTorchNorm.__new__)),
             "megatron.core.transformer.torch_norm 0.15: torch's norms are refused under sequence parallelism",
         ),
+        Patch(moe_utils, "te_general_gemm", None, "megatron.core.transformer.moe.moe_utils 0.15: undefined without TE"),
         Patch(
             optimizer,
             "clip_grad_by_total_norm_fp32",

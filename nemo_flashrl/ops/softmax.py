@@ -96,7 +96,7 @@ def combine(gathered: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     weights = torch.exp(shifts - shift)
     exp_sum = (weights * exp_sums).sum(0)
     # In fp64: with a shift of 0 both terms may be large and their difference small. Rounding may leave it above 0.
-    logprobs = (targets.sum(0).double() - shift - exp_sum.double().log()).clamp(max=0).to(gathered.dtype)
+    logprobs = ((targets.sum(0) - shift) - exp_sum.double().log()).clamp(max=0).to(gathered.dtype)
     if gathered.shape[1] == 3:
         return logprobs, shift, exp_sum, None
     weighted = (weights * (gathered[:, 3] + exp_sums * (shifts - shift))).sum(0)

@@ -30,7 +30,7 @@ def load_hf_folder(model: MegatronGPTModel, folder: str | Path, vocab_size: int)
     size = parallel_state.get_tensor_model_parallel_world_size()
     for name, layer, parameter in local_parameters(model):
         rule = find_rule(name)
-        names = [hf.format(layer=layer) for hf in rule.hf]
+        names = rule.hf_names(name, layer)
         if name == "output_layer.weight" and layout.tied:
             names = ["model.embed_tokens.weight"]
         shard = rule.from_hf([source[n] for n in names], layout, Place(rank, size, parameter.shape))

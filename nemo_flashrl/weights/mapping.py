@@ -56,13 +56,18 @@ FromHf = Callable[[Sequence[Tensor], Layout, "Place"], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """`hf` holds the Hugging Face names that one Megatron parameter is made of; `{layer}` is the global number."""
+    """`hf` holds the Hugging Face names that one Megatron parameter is made of; `{layer}` is the global number,
+    `{expert}` comes from the pattern."""
 
     pattern: re.Pattern[str]
     hf: tuple[str, ...]
     to_hf: ToHf
     from_hf: FromHf
     sharded: bool  # False: every tensor rank holds the same
+
+    def hf_names(self, name: str, layer: int) -> list[str]:
+        """The Hugging Face names that Megatron parameter `name` of global layer `layer` is made of."""
+        return [hf.format(layer=layer, **self.pattern.match(name).groupdict()) for hf in self.hf]
 
 
 def _whole_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
@@ -138,6 +143,8 @@ def _rule(pattern: str, hf: Sequence[str], kind: str) -> Rule:
 
 _LAYER = r"decoder\.layers\.\d+\."
 _HF = "model.layers.{layer}."
+_EXPERT = r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
+_HF_EXPERT = _HF + "block_sparse_moe.experts.{expert}."
 
 RULES = (
     _rule(r"embedding\.word_embeddings\.weight", ["model.embed_tokens.weight"], "vocab"),
@@ -159,6 +166,10 @@ RULES = (
     _rule(_LAYER + r"self_attention\.linear_qkv\.bias", [_HF + f"self_attn.{p}_proj.bias" for p in "qkv"], "qkv"),
     _rule(_LAYER + r"self_attention\.linear_proj\.weight", [_HF + "self_attn.o_proj.weight"], "rows"),
     _rule(_LAYER + r"mlp\.linear_fc1\.weight", [_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"], "gate_up"),
+    # Mixtral: experts of local layers, one linear layer each
+    _rule(_LAYER + r"mlp\.router\.weight", [_HF + "block_sparse_moe.gate.weight"], "whole"),
+    _rule(_LAYER + _EXPERT + r"linear_fc1\.weight", [_HF_EXPERT + "w1.weight", _HF_EXPERT + "w3.weight"], "gate_up"),
+    _rule(_LAYER + _EXPERT + r"linear_fc2\.weight", [_HF_EXPERT + "w2.weight"], "rows"),
     _rule(_LAYER + r"mlp\.linear_fc2\.weight", [_HF + "mlp.down_proj.weight"], "rows"),
 )
 

@@ -65,9 +65,11 @@ def _stream_stage(
         if here:
             parameter = value(own[index][2])
             tensors = rule.to_hf(_gather_shards(parameter) if rule.sharded else [parameter], layout)
-        for hf_name, tensor in zip(rule.hf, _to_first_rank(tensors, len(rule.hf), stage), strict=True):
+        for hf_name, tensor in zip(
+            rule.hf_names(name, layer), _to_first_rank(tensors, len(rule.hf), stage), strict=True
+        ):
             if tensor is not None:
-                yield hf_name.format(layer=layer), tensor
+                yield hf_name, tensor
 
 
 def _gather_shards(parameter: Tensor) -> list[Tensor]:
