@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 # On a CPU a block should fit the second-level cache; elsewhere it only bounds temporaries, and few launches count.
-BLOCK_BYTES = {"cpu": 2**20}
+BLOCK_BYTES = {"cpu": 2**19}
 BLOCK_BYTES_ELSEWHERE = 2**25
 
 # Stands for the maximum over no logits at all. Finite, so that (it - a real maximum) * 0 is 0 and not NaN.
