@@ -36,8 +36,8 @@ def test_every_family_returns_bit_equal_at_every_parallel_size(report) -> None:
 def test_megatron_logits_equal_transformers(report) -> None:
     differences = {case: r["logits_difference"] for case, r in report.items() if "logits_difference" in r}
     assert len(differences) == 16
-    # 515 tokens are padded to 640 and 768 rows; logits are near 10 in size
-    assert max(differences.values()) < 1e-4, differences
+    # 515 tokens are padded to 640 and 768 rows; the difference is relative to the largest logit
+    assert max(differences.values()) < 1e-5, differences
 
 
 def test_gate_and_up_shards_are_deinterleaved() -> None:

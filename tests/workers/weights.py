@@ -60,4 +60,4 @@ def logits_difference(model, folder: Path, vocab_size: int, tensor: int) -> floa
     shards = [torch.empty_like(local) for _ in range(tensor)]
     torch.distributed.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
     expected = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
-    return float((torch.cat(shards, -1)[..., :vocab_size] - expected).abs().max())
+    return float((torch.cat(shards, -1)[..., :vocab_size] - expected).abs().max() / expected.abs().max())
