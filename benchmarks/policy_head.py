@@ -38,10 +38,12 @@ from nemo_flashrl.ops.memory import policy_head_memory
 MIB = 2**20
 
 
+OURS = ["ours", "ours, into main_grad", "gated, all live", "gated, half live"]
 # T, H, V, chunk, methods in the order they run
 TABLES = {
     "small": (4096, 512, 32000, 512, list(METHODS)),
-    "large": (8192, 1024, 32000, 512, ["floor", "chunked floor", "ours", "naive"]),
+    "chunk": (4096, 512, 32000, 1024, ["floor", "chunked floor", *OURS, "naive"]),
+    "large": (8192, 1024, 32000, 512, ["floor", "chunked floor", "ours", "ours, into main_grad", "naive"]),
 }
 GROWTH = [(tokens, 256, 32000, 256) for tokens in (2048, 4096, 8192, 16384)]
 
