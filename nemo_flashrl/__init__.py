@@ -1,6 +1,6 @@
 """FlashREINFORCE for NeMo and Megatron. The stages, in the order in which data meets them:
 
-    config.py        the typed configuration, the only reader of YAML
+    config/          the typed configuration, the only reader of YAML
     preflight.py     what can be refused before a model is built
     train.py         configuration -> objects -> trainer.fit
     rollout/         prompts -> episodes -> a batch of trajectories (records.py)

@@ -17,7 +17,7 @@ STDLIB = sys.stdlib_module_names
 # Folder or file -> what it may import beside the standard library.
 ALLOWED = {
     "records.py": {"numpy"},
-    "config.py": {"hydra", "omegaconf"},
+    "config": {"hydra", "omegaconf", "nemo_flashrl.config"},
     "plugins.py": set(),
     "algorithms": {"torch", "nemo_flashrl.algorithms", "nemo_flashrl.plugins"},
     "ops": {"torch", "nemo_flashrl.ops"},

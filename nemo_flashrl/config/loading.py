@@ -1,0 +1,114 @@
+"""YAML -> a checked configuration; the only reader of it.
+
+A configuration file is composed by Hydra: a `defaults` list may name files under `conf/`, and `key=value` overrides
+come last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from nemo_flashrl.config.schema import RunConfig
+
+
+def conf_folder() -> Path:
+    """The shipped configuration files: `conf/` of a checkout, package data of an installed wheel."""
+    return Path(__file__).parents[1] / "conf"
+
+
+def load(name_or_path: str, overrides: list[str] | None = None) -> RunConfig:
+    """Read and check a configuration.
+
+    Args:
+        name_or_path: a YAML file, or the name of one under `conf/experiment`.
+        overrides: `key=value` in Hydra's grammar.
+
+    Raises:
+        ValueError: one line with field, value and remedy.
+    """
+    path = Path(name_or_path)
+    if path.suffix not in {".yaml", ".yml"}:
+        path = conf_folder() / "experiment" / f"{name_or_path}.yaml"
+    if not path.is_file():
+        shipped = ", ".join(sorted(p.stem for p in (conf_folder() / "experiment").glob("*.yaml")))
+        raise ValueError(f"configuration {name_or_path!r} is neither a .yaml file nor one of: {shipped}")
+    try:
+        with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
+            search = f"hydra.searchpath=[file://{conf_folder().resolve()}]"
+            raw = compose(path.stem, overrides=[search, *map(_hydra_override, overrides or [])])
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), raw)
+        config = OmegaConf.to_object(merged)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_one_line(error, path)) from error
+    check(config)
+    return config
+
+
+def _hydra_override(override: str) -> str:
+    """A field that the file leaves at its default may be set too; the typed merge refuses what is no field."""
+    key, separator, _ = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"override {override!r} is not of the form key=value")
+    is_group = (conf_folder() / key).is_dir()
+    return override if is_group or not key[0].isalpha() else f"++{override}"
+
+
+def _one_line(error: Exception, path: Path) -> str:
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None) or getattr(error, "full_key", None)
+    if type(cause).__name__ in {"ConfigKeyError", "ConfigAttributeError"} and key:
+        return f"{path}: unknown key {key!r}; known here: {', '.join(_known_keys(key))}"
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{path}: {key} is not set: add {key}=..."
+    message = str(cause).strip().splitlines()[0]
+    return f"{path}: {f'{key}: ' if key else ''}{message}"
+
+
+def _known_keys(key: str) -> list[str]:
+    """The fields beside a misspelt one."""
+    owner: Any = RunConfig()
+    for part in key.split(".")[:-1]:
+        owner = getattr(owner, part, owner)
+    return [f.name for f in dataclasses.fields(owner)]
+
+
+def check(config: RunConfig) -> None:
+    """Refuse what no machine could run; ValueError names field, value and remedy."""
+    for section in dataclasses.fields(config):
+        values = getattr(config, section.name)
+        for item in dataclasses.fields(values) if dataclasses.is_dataclass(values) else ():
+            _check_value(f"{section.name}.{item.name}", getattr(values, item.name), item.metadata)
+    in_flight = config.rollout.max_in_flight
+    if in_flight and in_flight < config.rollout.batch_size:
+        raise ValueError(
+            f"rollout.max_in_flight={in_flight}: must be 0 or at least rollout.batch_size ({config.rollout.batch_size})"
+        )
+
+
+def _check_value(name: str, value: Any, allowed: Mapping[str, tuple]) -> None:
+    lowest, highest = allowed.get("range", (-math.inf, math.inf))
+    if "range" in allowed and value is not None and not lowest <= value <= highest:
+        raise ValueError(f"{name}={value!r}: must be at least {lowest:g}, at most {highest:g}")
+    if value not in allowed.get("choices", (value,)):
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed['choices'])}")
+
+
+def settings_of(plugin: type, given: dict[str, Any], where: str) -> Any:
+    """`plugin.Settings` filled from a mapping; an unknown key or a bad value is a ValueError that names it."""
+    known = [f.name for f in dataclasses.fields(plugin.Settings)]
+    for key in given:
+        if key not in known:
+            raise ValueError(f"unknown key '{where}.settings.{key}'; known here: {', '.join(known)}")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(plugin.Settings), given))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{where}.settings.{error.full_key}: {str(error).splitlines()[0]}") from error

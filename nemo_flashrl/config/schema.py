@@ -1,0 +1,116 @@
+"""The typed configuration of a run: its fields, their defaults, and the values that each may take.
+
+Plug-ins (algorithm, environment) declare their settings beside their class; here they are a plain mapping.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+ABOVE_ZERO = 1e-12
+
+
+def within(default: Any, lowest: float, highest: float = math.inf) -> Any:
+    """A number from `lowest` to `highest`; None stays allowed where the type says so."""
+    return field(default=default, metadata={"range": (lowest, highest)})
+
+
+def one_of(default: str, *others: str) -> Any:
+    """One of a few words, the default first."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+@dataclass
+class ModelConfig:
+    """What is trained."""
+
+    path: str = MISSING  # Hugging Face checkpoint folder to start from
+    context_length: int = within(4096, 2)  # tokens of one trajectory at most, prompt included
+    vocab_divisible_by: int = within(128, 1)  # the embedding is padded to a multiple of this times tensor
+    head_chunk_tokens: int = within(512, 1)  # tokens whose logits are alive at a time
+    head_logits_budget_mib: int = within(64, 0)  # a microbatch whose logits fit is scored and trained in one pass
+    recompute: str = one_of("none", "selective", "full")  # attention, or every layer, in the backward pass
+    precision: str = one_of("bf16", "fp32")
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is spread; data parallelism takes what the world size leaves."""
+
+    tensor: int = within(1, 1)
+    pipeline: int = within(1, 1)
+    sequence: bool = False  # sequence parallelism over the tensor-parallel group
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with linear warm-up, then constant."""
+
+    learning_rate: float = within(1e-6, ABOVE_ZERO, 1)
+    warmup_steps: int = within(4, 0)
+    beta1: float = within(0.9, 0, 1)
+    beta2: float = within(0.95, 0, 1)
+    weight_decay: float = within(0.0, 0)
+    clip_gradient: float = within(1.0, ABOVE_ZERO)
+
+
+@dataclass
+class PluginConfig:
+    """A plug-in by bare name or dotted path, and the settings that its class declares."""
+
+    name: str = MISSING
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RolloutConfig:
+    """How trajectories are made."""
+
+    batch_size: int = within(64, 1)  # trajectories of one optimizer step (B)
+    max_in_flight: int = within(0, 0)  # episodes running at a time; 0 means batch_size
+    lag: int = within(0, 0)  # batches collected ahead of the one in training; 0 is on-policy
+    max_staleness: int | None = within(None, 0)  # policy versions between sampling and training; older is dropped
+    temperature: float = within(1.0, ABOVE_ZERO, 100)
+    max_turns: int = within(8, 1)
+    max_tokens_per_turn: int = within(512, 1)
+    max_observation_tokens: int = within(2048, 1)
+    stop: list[str] = field(default_factory=list)  # tokens that end an action, beside the end-of-sequence token
+    step_timeout: float = within(60.0, ABOVE_ZERO)  # seconds an environment may take to answer
+
+
+@dataclass
+class BatchingConfig:
+    """How a batch is split into microbatches."""
+
+    max_tokens_per_microbatch: int = within(16384, 1)  # a longer trajectory goes alone
+    layout: str = one_of("packed", "padded")  # one row, attention inside each trajectory | a row each
+    context_margin: float = within(0.0, 0, 0.99)
+    on_too_long: str = one_of("error", "truncate", "drop")  # what exceeds the context
+
+
+@dataclass
+class TrainerConfig:
+    """How long, and from which randomness."""
+
+    steps: int = within(100, 1)
+    seed: int = within(0, 0, 2**31)
+    log_trajectories: int = within(4, 0)  # full trajectories written as text each step
+
+
+@dataclass
+class RunConfig:
+    """One run."""
+
+    output: str = MISSING  # folder of everything the run leaves; must not exist
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: PluginConfig = field(default_factory=lambda: PluginConfig("flash_reinforce"))
+    environment: PluginConfig = field(default_factory=PluginConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
