@@ -122,7 +122,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         max_staleness=rollout.max_staleness,
         seed=config.trainer.seed,
     )
-    return RolloutDriver(engine, collector)
+    return RolloutDriver(engine, collector, lag=rollout.lag)
 
 
 def episode_limits(config: RunConfig) -> Limits:
@@ -165,7 +165,6 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
         driver.collect if driver else None,
         parts.algorithm,
         batcher,
-        lag=config.rollout.lag,
         seed=config.trainer.seed,
     )
 

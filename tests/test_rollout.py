@@ -75,7 +75,10 @@ def test_a_straggler_does_not_hold_up_the_batch() -> None:
         source = collector(ScriptedEngine(GET), make, batch_size=4, max_in_flight=4 + spare)
         try:
             batches = [await asyncio.wait_for(source.collect(v), 2) for v in range(3)]
-            assert source.state_dict()["unfinished"][0] == 1
+            assert source.state_dict()["prompts"]["unfinished"][0] == 0  # nothing was trained
+            for batch in batches:
+                source.trained(batch)
+            assert source.state_dict()["prompts"]["unfinished"][0] == 1
             return [n for batch in batches for n in numbers(batch)]
         finally:
             await source.close()
@@ -159,7 +162,9 @@ def test_old_trajectories_are_dropped_and_counted() -> None:
         await asyncio.sleep(0.1)
         engine.version = 2
         batches += [await source.collect(2), await source.collect(2)]
-        assert not {0, 1} & set(source.state_dict()["unfinished"])  # used or dropped, they do not come again
+        state = source.state_dict()
+        assert bool({0, 1} & set(state["prompts"]["unfinished"])) == (max_staleness is None)  # dropped for good
+        assert state["totals"] == ({} if max_staleness is None else {"trajectories_dropped_too_old": 6})
         await source.close()
         return batches
 
@@ -246,7 +251,7 @@ def stream_batches(warm: Path, state: dict | None = None, seed: int = 0, batches
     settings = Settings(num_tasks=40)
     prompts = PromptStream(40, seed=5)
     if state is not None:
-        prompts.load_state_dict(state)
+        prompts.load_state_dict(state["prompts"])
     source = collector(
         TransformersEngine(warm),
         lambda: KeyValueStore(settings),
@@ -258,7 +263,10 @@ def stream_batches(warm: Path, state: dict | None = None, seed: int = 0, batches
     )
 
     async def run() -> list[Batch]:
-        collected = [await source.collect(0) for _ in range(batches)]
+        collected = []
+        for _ in range(batches):
+            collected.append(await source.collect(0))
+            source.trained(collected[-1])
         await source.close()
         return collected
 
@@ -283,12 +291,12 @@ def test_a_resumed_run_uses_every_prompt_once(warm: Path) -> None:
     before, state = stream_batches(warm)
     used = [n for batch in before for n in numbers(batch)]
     assert len(used) == len(set(used)) == 36
-    assert set(range(state["position"])) == set(used) | set(state["unfinished"])
-    assert len(state["unfinished"]) >= 1
+    assert set(range(state["prompts"]["position"])) == set(used) | set(state["prompts"]["unfinished"])
+    assert len(state["prompts"]["unfinished"]) >= 1
     after, later = stream_batches(warm, state)
     used += [n for batch in after for n in numbers(batch)]
     assert len(used) == len(set(used)) == 72
-    assert set(range(later["position"])) == set(used) | set(later["unfinished"])
+    assert set(range(later["prompts"]["position"])) == set(used) | set(later["prompts"]["unfinished"])
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -30,6 +30,8 @@ class WeightRefitCallback(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The policy version is the number of optimizer steps that made it."""
+        if self.driver is not None:
+            self.driver.trained()
         self._refit(pl_module, trainer.global_step)
 
     def _refit(self, pl_module: pl.LightningModule, version: int) -> None:

@@ -7,7 +7,6 @@ all   : receive this rank's microbatches -> MegatronStrategy runs them -> one op
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -46,7 +45,6 @@ class RolloutDataModule(pl.LightningDataModule):
         collect: policy version -> Batch; called on global rank 0 only, None elsewhere.
         algorithm: weighs the whole batch before it is split.
         batcher: plans microbatches.
-        lag: batches collected ahead of the one in training; 0 trains on-policy.
         seed: orders microbatches.
     """
 
@@ -56,18 +54,15 @@ class RolloutDataModule(pl.LightningDataModule):
         algorithm: Algorithm,
         batcher: LengthBatcher,
         *,
-        lag: int = 0,
         seed: int = 0,
     ) -> None:
         super().__init__()
         self.collect = collect
         self.algorithm = algorithm
         self.batcher = batcher
-        self.lag = lag
         self.seed = seed
         self.data_sampler = StepSampler()
         self.last_step: RankStep | None = None  # what the metrics callback reads
-        self._queue: deque[Batch] = deque()
 
     def train_dataloader(self) -> DataLoader:
         """An endless loader; an element is one rank's share of one optimizer step."""
@@ -99,9 +94,7 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def _collect_and_plan(self, version: int) -> tuple[Batch, list[RankStep]]:
         started = time.perf_counter()
-        while len(self._queue) <= self.lag:
-            self._queue.append(self.collect(version))
-        batch = self._queue.popleft()
+        batch = self.collect(version)
         waited = time.perf_counter() - started
         steps = plan_steps(
             batch,

@@ -70,6 +70,7 @@ class Collector:
         self._partial: dict[int, dict[int, Trajectory]] = {}  # prompt index -> sample -> ended trajectory
         self._ready: deque[Group] = deque()  # complete, in the order in which they were completed
         self._chosen: list[Group] = []  # of the batch that is being collected
+        self._totals: Counter[str] = Counter()  # of the whole run, what was resumed included
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._collecting = self._closed = False
@@ -98,24 +99,30 @@ class Collector:
         finally:
             self._collecting = False
         chosen, self._chosen = self._chosen, []
-        for group in chosen:
-            self._prompts.finish(group[0].prompt_index)
         trajectories = tuple(t for group in sorted(chosen, key=lambda g: g[0].prompt_index) for t in group)
         metrics = _metrics(trajectories, policy_version, time.perf_counter() - started, dropped, ends)
         metrics["episodes_in_flight"] = float(len(self._running))
         return Batch(trajectories, policy_version, metrics)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The prompt stream's position; prompts whose trajectories were not handed over count as unfinished.
+    def trained(self, batch: Batch) -> None:
+        """The weights hold what `batch` teaches: its prompts do not come again after a resume."""
+        for prompt_index in {t.prompt_index for t in batch.trajectories}:
+            self._prompts.finish(prompt_index)
+        self._totals["trajectories_trained"] += len(batch.trajectories)
 
-        What `collect` has returned counts as used: save this state together with the weights trained on that batch.
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and lists: `prompts`, the stream's position, and `totals`, counts of the whole run.
+
+        A prompt is finished when its batch was trained or its trajectories were dropped. All others that were handed
+        out count as unfinished (in flight, waiting, in a batch that is not trained yet) and come first after a resume.
         """
-        return self._prompts.state_dict()
+        return {"prompts": self._prompts.state_dict(), "totals": dict(self._totals)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before the first `collect`."""
         assert not (self._running or self._waiting or self._partial or self._ready), "the collector has begun already"
-        self._prompts.load_state_dict(state)
+        self._prompts.load_state_dict(state["prompts"])
+        self._totals = Counter(state["totals"])
 
     async def close(self) -> None:
         """Cancel what is in flight; each episode closes its environment."""
@@ -137,6 +144,7 @@ class Collector:
                 self._chosen.append(group)
                 continue
             dropped[reason] += len(group)
+            self._totals[f"trajectories_dropped_{reason}"] += len(group)
             self._prompts.finish(group[0].prompt_index)
             # A sound run drops at most what was in flight when the policy moved on; more in a row never ends.
             if not self._chosen and dropped.total() > self._max_in_flight + 4 * self._batch_size:
