@@ -235,6 +235,21 @@ def test_backward_is_refused_where_the_gradient_would_be_wrong():
         loss.backward()
 
 
+def test_a_scale_that_n_microbatches_have_rounded_is_the_same_scale():
+    """Multiplied by n and divided by n again in fp32, as a trainer does: 1 comes back off by one bit for some n."""
+    hidden, weight, targets = tensors(9)
+    rounded = set()
+    for n in range(1, 201):
+        main_grad = torch.zeros(V, H)
+        loss, _ = fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), grad_weight=main_grad)
+        (loss * n / n).backward()
+        rounded |= {n} if (torch.ones(()) / n * n) != 1 else set()
+    assert 41 in rounded
+    loss, _ = fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), grad_weight=main_grad)
+    with pytest.raises(RuntimeError, match="loss_scale=1.0"):
+        (loss * 1.00001).backward()
+
+
 def test_nothing_is_differentiated_that_need_not_be():
     hidden, weight, targets = tensors(10)
     frozen = weight.detach()

@@ -29,6 +29,9 @@ from .fused_linear_logprob import check_grad_weight
 from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
 from .passes import GradientSums, walk
 
+# A trainer multiplies the loss by the number of microbatches and divides by it again: in fp32, (1 / 41) * 41 is not 1.
+SCALE_TOLERANCE = 1e-6
+
 # (logprobs [n], their place in the flat batch) -> (value [n], d value / d logprob [n])
 TokenLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
@@ -63,8 +66,8 @@ def fused_linear_policy_loss(
         return_entropy: also return the entropies.
         loss_scale: what backward will be given; gradients are formed at this scale, which fp16 and `grad_weight` need.
         grad_weight: fp32 (fp64) `[V / TP, H]`, for instance Megatron's `main_grad`: the gradient of `weight`, times
-            `loss_scale`, is added there **during this call**. Backward then has to run with a gradient of `loss_scale`,
-            and hands autograd what `on_grad_weight()` returns, None by default. Without it the sum is staged in fp32
+            `loss_scale`, is added there **during this call**. Backward then has to run with a gradient of `loss_scale`
+            (to 1e-6), and hands autograd what `on_grad_weight()` returns, None by default. Without it the sum is staged in fp32
             and returned in the weight's dtype.
 
     Returns:
@@ -183,6 +186,8 @@ class _FormedGradients(torch.autograd.Function):
         (grad_hidden, grad_weight), ctx.formed = ctx.formed, None
         loss_scale, weight_is_direct, on_grad_weight = ctx.settings
         factor = float(grad_output) / loss_scale
+        if abs(factor - 1) <= SCALE_TOLERANCE:
+            factor = 1.0
         if weight_is_direct:
             if factor != 1 and grad_weight is not None:
                 raise RuntimeError(
