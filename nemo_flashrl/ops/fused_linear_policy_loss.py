@@ -67,8 +67,8 @@ def fused_linear_policy_loss(
         loss_scale: what backward will be given; gradients are formed at this scale, which fp16 and `grad_weight` need.
         grad_weight: fp32 (fp64) `[V / TP, H]`, for instance Megatron's `main_grad`: the gradient of `weight`, times
             `loss_scale`, is added there **during this call**. Backward then has to run with a gradient of `loss_scale`
-            (to 1e-6), and hands autograd what `on_grad_weight()` returns, None by default. Without it the sum is staged in fp32
-            and returned in the weight's dtype.
+            (to 1e-6), and hands autograd what `on_grad_weight()` returns, None by default. Without it the sum is staged
+            in fp32 and returned in the weight's dtype.
 
     Returns:
         (loss, a scalar of fp32 (fp64), differentiable once; logprobs `[T]`, detached; entropies `[T]` if asked for)
