@@ -6,6 +6,7 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
         raise ValueError("output='': name a folder that does not exist yet")
     if Path(config.output).exists():
         raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")
+    if config.trainer.wandb_project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"trainer.wandb_project={config.trainer.wandb_project!r}: the wandb package is not installed; install it "
+            "or leave the project empty"
+        )
     data_parallel = _check_parallel(config, world_size)
     hf_config = _read_model(config)
     tokenizer = _load_tokenizer(config, hf_config["vocab_size"])

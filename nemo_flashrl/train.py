@@ -175,7 +175,12 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
 
     refit = WeightRefitCallback(driver, parts.vocab_size)
     metrics = RLMetricsCallback(
-        Path(config.output), data, refit, parts.tokenizer, log_trajectories=config.trainer.log_trajectories
+        Path(config.output),
+        data,
+        refit,
+        parts.tokenizer,
+        log_trajectories=config.trainer.log_trajectories,
+        constants={"temperature": config.rollout.temperature},
     )
     return [refit, metrics]
 
@@ -183,7 +188,8 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
 def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
     """NeMo's trainer with Megatron's strategy."""
     import nemo.lightning as nl
-    from lightning.pytorch.loggers import TensorBoardLogger
+
+    from nemo_flashrl.callbacks.loggers import run_loggers
 
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     bf16 = _dtype(config) == torch.bfloat16
@@ -199,7 +205,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
             pipeline_dtype=_dtype(config),
         ),
         plugins=[nl.MegatronMixedPrecision(precision="bf16-mixed")] if bf16 else None,
-        logger=TensorBoardLogger(config.output, name="tensorboard", version=""),
+        logger=run_loggers(config),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

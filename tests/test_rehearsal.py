@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from processes import run_ranks
 
-from nemo_flashrl.diagnostics.metrics import is_time, read_metrics
+from nemo_flashrl.diagnostics.json_lines import read_metrics
+from nemo_flashrl.diagnostics.metric_table import from_machine
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 
 
@@ -21,9 +22,9 @@ def warm_start(tmp_path_factory) -> Path:
 
 
 def train(folder: Path, warm_start: Path, processes: int, *overrides: str) -> list[dict]:
-    """A few steps of the rehearsal's own configuration; its metrics without the times."""
+    """A few steps of the rehearsal's own configuration; its metrics without times and memory."""
     run_ranks(processes, "training", "rehearsal", f"output={folder}", f"model.path={warm_start}", *overrides)
-    return [{k: v for k, v in step.items() if not is_time(k)} for step in read_metrics(folder / "metrics.jsonl")]
+    return [{k: v for k, v in step.items() if not from_machine(k)} for step in read_metrics(folder / "metrics.jsonl")]
 
 
 def test_same_seed_twice_is_bit_equal(warm_start: Path, tmp_path: Path) -> None:
@@ -82,5 +83,5 @@ def test_the_rehearsal_learns(tmp_path: Path) -> None:
     greedy = float(done.stdout.split("% greedy")[0].split()[-1])
     assert greedy >= 97
     assert "NOT" not in done.stdout
-    lines = (output / "run" / "trajectories.jsonl").read_text().splitlines()
+    lines = (output / "run" / "samples.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["text"].startswith("Q k ")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny import random_trajectories
 
-from nemo_flashrl.diagnostics.metrics import append_json_line, policy_metrics, trajectory_metrics
+from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines, read_metrics
+from nemo_flashrl.diagnostics.metrics import policy_metrics, trajectory_metrics
 from nemo_flashrl.records import Batch
 from nemo_flashrl.rehearsal.summary import draw_curve
 from nemo_flashrl.rollout.driver import RolloutDriver
@@ -20,6 +21,17 @@ def test_a_line_always_parses(tmp_path: Path) -> None:
     append_json_line(file, {"a": float("nan"), "b": {"c": [1.0, float("inf")], "d": object}, "e": "\n"})
     (line,) = file.read_text().splitlines()
     assert json.loads(line) == {"a": None, "b": {"c": [1.0, None], "d": "<class 'object'>"}, "e": "\n"}
+
+
+def test_a_line_torn_by_a_kill_costs_itself_alone(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    append_json_lines(file, [{"step": 1}, {"step": 2, "loss": 1.0}])
+    with file.open("a") as torn:
+        torn.write('{"step": 3, "lo')
+    assert [s["step"] for s in read_metrics(file)] == [1, 2]
+    append_json_line(file, {"step": 2, "loss": 9.0})  # a restarted run does step 2 again
+    append_json_line(file, {"step": 3})
+    assert read_metrics(file) == [{"step": 1}, {"step": 2, "loss": 9.0}, {"step": 3}]
 
 
 class Collector:

@@ -1,9 +1,9 @@
-"""One line of numbers a step: `metrics.jsonl`, Lightning's loggers, the terminal; and a few trajectories as text."""
+"""What a run shows: numbers and trajectories of each step, to files, to Lightning's loggers, to the terminal."""
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,25 @@ import lightning.pytorch as pl
 import torch
 from megatron.core import parallel_state
 
+from nemo_flashrl import platform
 from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
-from nemo_flashrl.data.datamodule import RolloutDataModule
-from nemo_flashrl.diagnostics.metrics import append_json_line, policy_metrics, trajectory_metrics
-from nemo_flashrl.records import Trajectory
+from nemo_flashrl.data.datamodule import RankStep, RolloutDataModule
+from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines
+from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, trajectory_metrics
+from nemo_flashrl.diagnostics.progress import Progress
+from nemo_flashrl.diagnostics.trajectory_log import readable, trajectory_row
 
 
 class RLMetricsCallback(pl.Callback):
     """Writes what a run shows, on global rank 0; the other ranks hand over what only they know.
 
     Args:
-        output: the run's folder.
+        output: the run's folder; gets `metrics.jsonl`, `trajectories.jsonl` and `samples.jsonl`.
         data: where the step's trajectories and the collector's numbers are.
         refit: whose time is reported beside the step's.
-        tokenizer: turns logged trajectories into text.
-        log_trajectories: how many a step.
-        print_every: steps between lines on the terminal.
+        tokenizer: turns samples into text.
+        log_trajectories: full trajectories written as text each step.
+        constants: settings shown beside the measurements (temperature, beta); a step's own number goes before.
     """
 
     def __init__(
@@ -37,53 +40,86 @@ class RLMetricsCallback(pl.Callback):
         tokenizer: Any,
         *,
         log_trajectories: int = 4,
-        print_every: int = 10,
+        constants: Mapping[str, float] | None = None,
     ) -> None:
         self.output = output
         self.data = data
         self.refit = refit
         self.tokenizer = tokenizer
         self.log_trajectories = log_trajectories
-        self.print_every = print_every
+        self.constants = dict(constants or {})
         self._sums: dict[str, float] | None = None
         self._step_started = 0.0
+        self._progress: Progress | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The writing rank alone has a terminal."""
+        if trainer.is_global_zero:
+            self._progress = Progress(trainer.max_steps)
+
+    def on_megatron_microbatches_start(self, **_: Any) -> None:
+        """The batch is there."""
+        self._wait_for("training")
 
     def on_megatron_reduce_microbatches_end(self, reduced: dict[str, torch.Tensor], **_: Any) -> None:
         """NeMo calls it on the last pipeline stage, the only one that knows the loss."""
         self._sums = {name: float(value) for name, value in reduced.items()}
+        self._wait_for("the update and new weights")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The clock of the whole step, rollout included."""
         self._step_started = time.perf_counter()
+        self._wait_for("rollouts")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Comes after the refit callback, whose seconds belong to this step."""
-        sums = self._from_last_stage()
+        sums, memory = self._from_last_stage(), _memory_of_all_ranks()
         if not trainer.is_global_zero:
             return
-        step = self.data.last_step
-        seconds = time.perf_counter() - self._step_started
-        batch = step.batch
-        tokens = sum(len(t.token_ids) for t in batch.trajectories)
+        step, number = self.data.last_step, trainer.global_step
         record = {
-            "step": trainer.global_step,
+            **self.constants,
+            "step": number,
             **step.metrics,
-            **trajectory_metrics(batch.trajectories, trainer.global_step - 1),
+            **trajectory_metrics(step.batch.trajectories, number - 1),
+            **group_metrics(step.batch.trajectories, step.advantages),
             **policy_metrics(sums),
             "gradient_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            **self._times(step),
+            **memory,
+        }
+        self._write(record, step, trainer)
+        self._progress.step_done(record)
+
+    def _times(self, step: RankStep) -> dict[str, float]:
+        seconds = time.perf_counter() - self._step_started
+        tokens = sum(len(t.token_ids) for t in step.batch.trajectories)
+        return {
+            "step_seconds": seconds,
             "refit_seconds": self.refit.seconds,
             "train_seconds": seconds - step.metrics["rollout_seconds"] - self.refit.seconds,
             "tokens_per_second": tokens / seconds,
         }
+
+    def _write(self, record: dict[str, Any], step: RankStep, trainer: pl.Trainer) -> None:
+        number, batch = record["step"], step.batch
+        rows = [
+            trajectory_row(trajectory, number, number - 1, advantage)
+            for trajectory, advantage in zip(batch.trajectories, step.advantages, strict=True)
+        ]
+        append_json_lines(self.output / "trajectories.jsonl", rows)
+        shown = zip(rows, batch.trajectories[: self.log_trajectories], strict=False)
+        samples = [{**row, **readable(trajectory, self.tokenizer, row["advantage"])} for row, trajectory in shown]
+        append_json_lines(self.output / "samples.jsonl", samples)
         append_json_line(self.output / "metrics.jsonl", record)
+        numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for logger in trainer.loggers:
-            logger.log_metrics(record, step=trainer.global_step)
-        for trajectory in batch.trajectories[: self.log_trajectories]:
-            append_json_line(self.output / "trajectories.jsonl", self._readable(trainer.global_step, trajectory))
-        if trainer.global_step % self.print_every == 0 or trainer.global_step in (1, trainer.max_steps):
-            sys.stdout.write(_progress_line(record, trainer.max_steps, seconds))
-            sys.stdout.flush()
+            logger.log_metrics(numbers, step=number)
+
+    def _wait_for(self, what: str) -> None:
+        if self._progress is not None:
+            self._progress.wait_for(what)
 
     def _from_last_stage(self) -> dict[str, float]:
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -94,31 +130,10 @@ class RLMetricsCallback(pl.Callback):
         torch.distributed.broadcast_object_list(box, src=last, group=group)
         return box[0]
 
-    def _readable(self, step: int, trajectory: Trajectory) -> dict[str, Any]:
-        """Tokens that the policy sampled stand in [brackets]."""
-        pieces, start = [], 0
-        mask = trajectory.action_mask
-        for end in range(1, len(mask) + 1):
-            if end == len(mask) or mask[end] != mask[start]:
-                text = self.tokenizer.decode(trajectory.token_ids[start:end].tolist())
-                pieces.append(f"[{text}]" if mask[start] else text)
-                start = end
-        return {
-            "step": step,
-            "prompt_index": trajectory.prompt_index,
-            "reward": trajectory.reward,
-            "end_reason": trajectory.end_reason,
-            "turns": trajectory.turns,
-            "oldest_version": trajectory.oldest_version,
-            "info": trajectory.info,
-            "text": " ".join(pieces),
-        }
 
-
-def _progress_line(record: dict[str, Any], steps: int, seconds: float) -> str:
-    errors = f"  environment errors {n:.0f}" if (n := record["episodes_environment_error"]) else ""
-    gate = f"  gate {record['gate_acceptance']:.2f}" if "gate_acceptance" in record else ""
-    return (
-        f"step {record['step']:>4}/{steps}  reward {record['reward_mean']:.3f}  success {record['success']:.3f}{gate}"
-        f"  turns {record['turns']:.1f}  grad {record['gradient_norm']:.3f}  {seconds:.2f} s/step{errors}\n"
-    )
+def _memory_of_all_ranks() -> dict[str, float]:
+    """The fullest rank's, counter by counter."""
+    use = platform.memory_use()
+    values = torch.tensor(list(use.values()), dtype=torch.float32, device=platform.device())
+    torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX)
+    return dict(zip(use, values.tolist(), strict=True))

@@ -99,6 +99,7 @@ class TrainerConfig:
     steps: int = within(100, 1)
     seed: int = within(0, 0, 2**31)
     log_trajectories: int = within(4, 0)  # full trajectories written as text each step
+    wandb_project: str = ""  # Weights & Biases project that gets the metrics too; needs the wandb package
 
 
 @dataclass

@@ -6,6 +6,7 @@ all   : receive this rank's microbatches -> MegatronStrategy runs them -> one op
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class RankStep:
 
     microbatches: list[Microbatch]
     metrics: dict[str, float] = field(default_factory=dict)  # collector's and planner's; filled on every rank
+    advantages: list[float] = field(default_factory=list)  # [B], NaN for a trajectory that was left out
     batch: Batch | None = None  # on the collecting rank alone
     error: BaseException | None = None  # why there is no step; raised on every rank
 
@@ -124,6 +126,7 @@ def plan_steps(
     )
     place = {i: row for row, i in enumerate(kept)}
     metrics = {**batch.metrics, **plan.metrics(), "advantage_std": float(advantages.std(unbiased=False))}
+    shown = [float(advantages[place[i]]) if i in place else math.nan for i in range(len(batch.trajectories))]
     steps = []
     for rank_plan in plan.ranks:
         microbatches = []
@@ -139,7 +142,7 @@ def plan_steps(
                     "num_microbatches": torch.tensor(len(rank_plan)),
                 }
             )
-        steps.append(RankStep(microbatches, dict(metrics)))
+        steps.append(RankStep(microbatches, dict(metrics), shown))
     return steps
 
 

@@ -1,78 +1,80 @@
-"""Sums of a step and its trajectories -> the numbers that `metrics.jsonl` holds."""
+"""Sums of a step and its trajectories -> the numbers that `metrics.jsonl` holds.
+
+`metric_table.py` says what each name means and how it is reduced.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from nemo_flashrl.diagnostics.metric_table import TABLE
+from nemo_flashrl.diagnostics.repetition import distinct_answers, repeated_token_share, unique_sample_share
 from nemo_flashrl.records import Trajectory
 
-
-def is_time(name: str) -> bool:
-    """Whether a metric is a reading of the clock: what two runs of one seed may differ in."""
-    return name.endswith(("_seconds", "_per_second"))
+HISTOGRAM_BINS = 16
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means of what an algorithm reported as sums over the step; maxima pass through."""
-    rows = max(sums.get("rows", 0.0), 1.0)
-    tokens = max(sums.get("policy_tokens", 0.0), 1.0)
-    out = {"loss": sums["loss"], "policy_tokens": sums.get("policy_tokens", 0.0)}
-    if "admitted" in sums:
-        out["gate_acceptance"] = sums["admitted"] / rows
-        out["sequence_kl"] = sums["sequence_kl"] / rows
-        out["dropped_ratio_guard"] = sums["guarded"]
-        out["retained_tokens"] = sums["retained_tokens"]
-        out["extreme_tokens"] = sums["extreme_tokens"]
-        out["ratio_mean"] = sums["ratio"] / max(sums.get("admitted_tokens", sums["policy_tokens"]), 1.0)
-    else:
-        out["ratio_mean"] = sums["ratio"] / tokens
-    if "clipped_tokens" in sums:
-        out["clip_fraction"] = sums["clipped_tokens"] / tokens
-    if "logprob_difference" in sums:
-        out["logprob_difference"] = sums["logprob_difference"] / tokens
-    out.update({name: value for name, value in sums.items() if name.endswith("_max")})
-    return out
+    """What the table makes of an algorithm's sums over the step; maxima and names it does not know pass through.
+
+    >>> policy_metrics({"loss": 0.5, "rows": 4.0, "admitted": 3.0})
+    {'loss': 0.5, 'gate_acceptance': 0.75}
+    """
+    out, used = {}, {"rows", "admitted_tokens"}
+    for metric in TABLE:
+        if metric.numerator not in sums:
+            continue
+        divisor = next((sums[name] for name in metric.denominators if name in sums), 1.0)
+        out[metric.name] = sums[metric.numerator] / max(divisor, 1.0)
+        used.add(metric.numerator)
+    return out | {name: value for name, value in sums.items() if name not in used}
 
 
-def trajectory_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
-    """Reward, success, lengths, turns and age of one batch, for a policy of `policy_version` that trains on it."""
+def trajectory_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float | dict]:
+    """Reward, success, lengths, repetition, age of one batch, for a policy of `policy_version` that trains on it."""
     ages = [policy_version - t.oldest_version for t in trajectories]
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
     lengths = np.array([len(t.token_ids) for t in trajectories])
     actions = np.array([t.action_count for t in trajectories])
+    counts, edges = np.histogram(rewards, bins=HISTOGRAM_BINS)
+    repeated = sum(repeated_token_share(t) * count for t, count in zip(trajectories, actions, strict=True))
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "reward_histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
         "success": float(np.mean([not t.failed for t in trajectories])),
         "staleness_mean": float(np.mean(ages)),
         "staleness_max": float(max(ages)),
         "turns": float(np.mean([t.turns for t in trajectories])),
         "trajectory_tokens": float(lengths.mean()),
         "response_tokens": float(actions.mean()),
+        "response_tokens_max": float(actions.max()),
         "action_token_share": float(actions.sum() / lengths.sum()),
+        "repeated_token_share": float(repeated / max(actions.sum(), 1)),
+        "distinct_answers": float(distinct_answers(trajectories)),
     }
 
 
-def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """One object a line, readable while the run goes on; what JSON cannot hold becomes null (NaN, inf) or text."""
-    with path.open("a") as file:
-        file.write(json.dumps(_finite(record), allow_nan=False, default=str) + "\n")
+def group_metrics(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> dict[str, float]:
+    """How groups of two or more differ inside; empty where every prompt has one rollout.
 
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a `metrics.jsonl`."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    `advantages` [B] may hold NaN for a trajectory that was left out; its group's deviation is of the others.
+    """
+    members: dict[int, list[int]] = {}
+    for place, trajectory in enumerate(trajectories):
+        members.setdefault(trajectory.group, []).append(place)
+    groups = [places for places in members.values() if len(places) > 1]
+    if not groups:
+        return {}
+    rewards = [np.array([trajectories[i].reward for i in places]) for places in groups]
+    inside = [np.array([advantages[i] for i in places]) for places in groups]
+    deviations = [float(a[np.isfinite(a)].std()) for a in inside if np.isfinite(a).any()]
+    return {
+        "group_reward_std": float(np.mean([r.std() for r in rewards])),
+        "group_advantage_std": float(np.mean(deviations)) if deviations else 0.0,
+        "tied_groups": float(np.mean([r.min() == r.max() for r in rewards])),
+        "unique_sample_share": float(np.mean([unique_sample_share([trajectories[i] for i in p]) for p in groups])),
+        "group_size": float(np.mean([len(places) for places in groups])),
+    }

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_flashrl.diagnostics.progress import rewrite
+
 GRACE_SECONDS = 10.0
 LAST_LINES = 30
 PROGRESS = "step "
@@ -39,6 +41,7 @@ def run_training(
         errors="replace",
         start_new_session=True,
     )
+    live = sys.stdout.isatty()
     last: deque[str] = deque(maxlen=LAST_LINES)
     try:
         with log.open("w") as file:
@@ -46,8 +49,10 @@ def run_training(
                 file.write(line)
                 last.append(line)
                 if line.startswith(PROGRESS):
-                    print(f"  {line}", end="", flush=True)
+                    print(rewrite(line.rstrip("\n")) if live else f"  {line}", end="", flush=True)
         code = group.wait()
+        if live:
+            print()
     finally:
         end_group(group)
     if code != 0:

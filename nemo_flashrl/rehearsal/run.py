@@ -122,7 +122,7 @@ def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float)
 def _checks(config: RunConfig, parts: Parts, checkpoint: Path) -> list[Check]:
     from safetensors import safe_open
 
-    from nemo_flashrl.diagnostics.metrics import read_metrics
+    from nemo_flashrl.diagnostics.json_lines import read_metrics
 
     steps = read_metrics(Path(config.output) / "metrics.jsonl")
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_flashrl.diagnostics.metrics import read_metrics
+from nemo_flashrl.diagnostics.json_lines import read_metrics
 
 BARS = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH, CURVE_ROWS = 60, 6
@@ -53,7 +53,8 @@ class Summary:
             "  where it lies",
             f"    checkpoint    {self.run / 'checkpoint'}   (Hugging Face; transformers loads it)",
             f"    metrics       {self.run / 'metrics.jsonl'}",
-            f"    trajectories  {self.run / 'trajectories.jsonl'}",
+            f"    trajectories  {self.run / 'trajectories.jsonl'}   (every one; as text in samples.jsonl)",
+            f"    to look at    flashrl report {self.run} --output report.html",
             f"    TensorBoard   {self.run / 'tensorboard'}",
             "",
             "  time              " + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items()),

@@ -1,0 +1,52 @@
+"""Files of one JSON object a line: appended to by a run that may be killed, read while it goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
+    """One object a line; what JSON cannot hold becomes null (NaN, inf) or text."""
+    append_json_lines(path, [record])
+
+
+def append_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Several lines in one write, so that a reader meets whole lines; a line torn by a kill is closed off first."""
+    text = "".join(json.dumps(_finite(record), allow_nan=False, default=str) + "\n" for record in records)
+    with path.open("a+b", buffering=0) as file:
+        end = file.seek(0, 2)
+        if end:
+            file.seek(end - 1)
+            if file.read(1) != b"\n":
+                text = "\n" + text
+        file.write(text.encode(errors="replace"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file that may still be growing: a line that a kill or a write in progress tore is left out."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a `metrics.jsonl`, in order; of a step that a restarted run did again, the last line."""
+    steps = {record["step"]: record for record in read_json_lines(path) if "step" in record}
+    return [steps[step] for step in sorted(steps)]
