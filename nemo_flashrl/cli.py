@@ -73,9 +73,21 @@ def _positive(text: str) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     from nemo_flashrl import config
+    from nemo_flashrl.launch.slurm import adopt_tasks
+
+    settings = config.load(options.config, options.overrides)
+    adopt_tasks()
+    for name, value in settings.cluster.environment.items():  # before torch is imported, which reads some of them
+        os.environ.setdefault(name, value)
+    from nemo_flashrl.resume import EXIT_PREEMPTED, Preempted
     from nemo_flashrl.train import train
 
-    checkpoint = train(config.load(options.config, options.overrides))
+    try:
+        checkpoint = train(settings)
+    except Preempted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"flashrl train: {stop}; the same command goes on from there", file=sys.stderr)
+        return EXIT_PREEMPTED
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")
     return 0

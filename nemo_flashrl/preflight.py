@@ -16,6 +16,7 @@ from typing import Any
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.config import PluginConfig, RunConfig, settings_of
+from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.weights.hf_tensors import HfTensors
 
@@ -34,14 +35,13 @@ class Parts:
     tokenizer: Any
     vocab_size: int
     data_parallel: int
+    folder: RunFolder | None = None  # None writes nothing and cannot be resumed
 
 
 def prepare(config: RunConfig, world_size: int) -> Parts:
     """Load and check what `config` names for a run of `world_size` processes."""
     if not config.output:
-        raise ValueError("output='': name a folder that does not exist yet")
-    if Path(config.output).exists():
-        raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")
+        raise ValueError("output='': name a folder for what the run leaves")
     if config.trainer.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ValueError(
             f"trainer.wandb_project={config.trainer.wandb_project!r}: the wandb package is not installed; install it "
@@ -49,6 +49,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
         )
     data_parallel = _check_parallel(config, world_size)
     hf_config = _read_model(config)
+    folder = open_folder(config, hf_config)
     tokenizer = _load_tokenizer(config, hf_config["vocab_size"])
     algorithm_class = _load(algorithms.load, config.algorithm, "algorithm")
     algorithm = algorithm_class(settings_of(algorithm_class, config.algorithm.settings, "algorithm"))
@@ -69,7 +70,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     tasks = environment.tasks(settings)
     if len(tasks) == 0:
         raise ValueError(f"environment.name={config.environment.name!r} has no tasks: the prompt set is empty")
-    parts = Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel)
+    parts = Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel, folder)
     asyncio.run(_check_prompts(config, parts))
     return parts
 
@@ -102,6 +103,12 @@ def _load(loader: Any, plugin: PluginConfig, where: str) -> type:
 
 def _check_parallel(config: RunConfig, world_size: int) -> int:
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
+    if gpus and nodes * gpus != world_size:
+        raise ValueError(
+            f"cluster.nodes={nodes} x cluster.gpus_per_node={gpus}: that is {nodes * gpus} processes and this job has "
+            f"{world_size}; start one a GPU, or say what the job has (cluster=cpu where there is no GPU)"
+        )
     if world_size % (tensor * pipeline):
         raise ValueError(
             f"parallel.tensor={tensor} x parallel.pipeline={pipeline} does not divide the {world_size} processes "

@@ -51,6 +51,7 @@ BAD = {  # overrides -> what the line says
     "value out of range": (["algorithm.settings.delta=-1"], ["delta", "-1"]),
     "no such algorithm": (["algorithm.name=ppo"], ["algorithm.name", "ppo", "grpo"]),
     "parallel sizes that do not fit the processes": (["parallel.tensor=2"], ["parallel.tensor=2", "1 processes"]),
+    "a cluster that is not this job": (["cluster.gpus_per_node=8"], ["gpus_per_node=8", "8 processes", "has 1"]),
     "missing checkpoint": (["model.path=/nowhere"], ["model.path", "/nowhere"]),
     "environment that does not import": (["environment.name=no_such.module.Env"], ["environment.name", "no_such"]),
     "empty prompt set": (["environment.settings.num_tasks=0"], ["environment.name", "no tasks"]),

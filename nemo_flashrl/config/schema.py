@@ -35,6 +35,7 @@ class ModelConfig:
     head_logits_budget_mib: int = within(64, 0)  # a microbatch whose logits fit is scored and trained in one pass
     recompute: str = one_of("none", "selective", "full")  # attention, or every layer, in the backward pass
     precision: str = one_of("bf16", "fp32")
+    hf_config: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, to plan without it
 
 
 @dataclass
@@ -44,6 +45,17 @@ class ParallelConfig:
     tensor: int = within(1, 1)
     pipeline: int = within(1, 1)
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
+    overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
+
+
+@dataclass
+class ClusterConfig:
+    """Where a run is placed; what launchers ask for and `flashrl plan` reckons with."""
+
+    nodes: int = within(1, 1)
+    gpus_per_node: int = within(0, 0)  # 0: processes as they were started, on CPUs
+    device: str = ""  # a name that `flashrl plan` knows
+    environment: dict[str, str] = field(default_factory=dict)  # of every process, where the variable is not set yet
 
 
 @dataclass
@@ -71,8 +83,9 @@ class RolloutConfig:
     """How trajectories are made."""
 
     batch_size: int = within(64, 1)  # trajectories of one optimizer step (B)
+    mode: str = one_of("sync", "async", "in_flight")  # new weights: nothing runs | between actions | between tokens
     max_in_flight: int = within(0, 0)  # episodes running at a time; 0 means batch_size
-    lag: int = within(0, 0)  # batches collected ahead of the one in training; 0 is on-policy
+    lag: int = within(0, 0)  # sync: batches collected ahead of the one in training; 0 is on-policy
     max_staleness: int | None = within(None, 0)  # policy versions between sampling and training; older is dropped
     temperature: float = within(1.0, ABOVE_ZERO, 100)
     max_turns: int = within(8, 1)
@@ -103,15 +116,26 @@ class TrainerConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """When a run saves itself, and whether it goes on from there."""
+
+    every_steps: int = within(50, 0)  # optimizer steps between two, and one at the end; 0 saves on SIGTERM alone
+    keep: int = within(2, 1)  # complete ones that stay
+    resume: bool | None = None  # go on with the run in `output`: false never, true also with a changed configuration
+
+
+@dataclass
 class RunConfig:
     """One run."""
 
-    output: str = MISSING  # folder of everything the run leaves; must not exist
+    output: str = MISSING  # folder of everything the run leaves; one that holds this run is gone on with
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: PluginConfig = field(default_factory=lambda: PluginConfig("flash_reinforce"))
     environment: PluginConfig = field(default_factory=PluginConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
