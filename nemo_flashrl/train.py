@@ -101,13 +101,16 @@ def _dtype(config: RunConfig) -> torch.dtype:
 
 def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
     """The engine, the prompts and the collector that feeds from both; on the collecting rank alone."""
-    from nemo_flashrl.rollout import TransformersEngine
+    from nemo_flashrl.rollout import Engine, TransformersEngine
     from nemo_flashrl.rollout.collector import Collector
+    from nemo_flashrl.rollout.draining import DrainingEngine
     from nemo_flashrl.rollout.driver import RolloutDriver
     from nemo_flashrl.rollout.prompts import PromptStream
 
     rollout = config.rollout
-    engine = TransformersEngine(config.model.path)
+    engine: Engine = TransformersEngine(config.model.path)
+    if rollout.mode == "async":
+        engine = DrainingEngine(engine)
     collector = Collector(
         engine,
         lambda: parts.environment(parts.environment_settings),
@@ -119,6 +122,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,
         max_in_flight=rollout.max_in_flight or rollout.batch_size,
+        streaming=rollout.mode != "sync",
         max_staleness=rollout.max_staleness,
         seed=config.trainer.seed,
     )

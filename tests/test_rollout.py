@@ -72,7 +72,7 @@ def test_a_straggler_does_not_hold_up_the_batch() -> None:
         return ScriptedEnvironment([10.0, DONE] if next(order) == 1 else [DONE])
 
     async def run(spare: int) -> list[int]:
-        source = collector(ScriptedEngine(GET), make, batch_size=4, max_in_flight=4 + spare)
+        source = collector(ScriptedEngine(GET), make, batch_size=4, max_in_flight=4 + spare, streaming=spare > 0)
         try:
             batches = [await asyncio.wait_for(source.collect(v), 2) for v in range(3)]
             assert source.state_dict()["prompts"]["unfinished"][0] == 0  # nothing was trained
@@ -109,7 +109,7 @@ def test_streaming_keeps_the_places_filled() -> None:
             await asyncio.sleep(0)
 
     async def run() -> None:
-        source = collector(ScriptedEngine(GET), lambda: Gated([]), batch_size=4, max_in_flight=10)
+        source = collector(ScriptedEngine(GET), lambda: Gated([]), batch_size=4, max_in_flight=10, streaming=True)
         collecting = asyncio.create_task(source.collect(0))
         seen = []
         for place in range(10):
@@ -156,6 +156,7 @@ def test_old_trajectories_are_dropped_and_counted() -> None:
             lambda: ScriptedEnvironment([0.05, DONE] if next(order) < 2 else [DONE]),
             batch_size=4,
             max_in_flight=6,
+            streaming=True,
             max_staleness=max_staleness,
         )
         batches = [await source.collect(0)]
@@ -226,7 +227,7 @@ def test_a_dying_episode_stops_the_run(in_flight: int) -> None:
         return environment
 
     async def run() -> None:
-        source = collector(Dying(GET), make, batch_size=8, max_in_flight=in_flight)
+        source = collector(Dying(GET), make, batch_size=8, max_in_flight=in_flight, streaming=in_flight > 8)
         try:
             for _ in range(2):  # and it stays so
                 with pytest.raises(ConnectionError, match="no server left"):
@@ -259,6 +260,7 @@ def stream_batches(warm: Path, state: dict | None = None, seed: int = 0, batches
         KeyValueStore.tasks(settings),
         batch_size=12,
         max_in_flight=20,
+        streaming=True,
         seed=seed,
     )
 

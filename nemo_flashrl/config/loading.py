@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from nemo_flashrl.config.schema import RunConfig
+from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
 
 def conf_folder() -> Path:
@@ -87,10 +87,20 @@ def check(config: RunConfig) -> None:
         values = getattr(config, section.name)
         for item in dataclasses.fields(values) if dataclasses.is_dataclass(values) else ():
             _check_value(f"{section.name}.{item.name}", getattr(values, item.name), item.metadata)
-    in_flight = config.rollout.max_in_flight
-    if in_flight and in_flight < config.rollout.batch_size:
+    _check_mode(config.rollout)
+
+
+def _check_mode(rollout: RolloutConfig) -> None:
+    if rollout.mode == "sync" and rollout.max_in_flight > rollout.batch_size:
         raise ValueError(
-            f"rollout.max_in_flight={in_flight}: must be 0 or at least rollout.batch_size ({config.rollout.batch_size})"
+            f"rollout.max_in_flight={rollout.max_in_flight}: at most rollout.batch_size ({rollout.batch_size}) where "
+            "nothing runs between two batches; set rollout.mode to async or in_flight"
+        )
+    if rollout.mode != "sync" and rollout.lag:
+        raise ValueError(f"rollout.lag={rollout.lag}: a fixed lag is for rollout.mode=sync, not {rollout.mode}; set 0")
+    if rollout.max_staleness is not None and rollout.max_staleness < rollout.lag:
+        raise ValueError(
+            f"rollout.max_staleness={rollout.max_staleness}: every batch is rollout.lag={rollout.lag} versions old"
         )
 
 

@@ -4,15 +4,18 @@
                                             |                    |
                               an exception stops the run         +-> dropped, counted by reason
 
-Who does not fit in this batch goes into the next one: nobody waits for a straggler. With `max_in_flight` up to
-`batch_size` the collector is synchronous: it begins as many episodes as a batch needs, all of them inside `collect`,
-so every token comes from the weights of that moment.
+Two ways of working. Streaming: `max_in_flight` episodes run all the time, who does not fit in this batch goes into the
+next one, and nobody waits for a straggler. Otherwise the collector begins as many episodes as a batch needs, all of
+them inside `collect`, and nothing is left running between two batches, so every token comes from the weights of that
+moment.
+
+Back-pressure: when B trajectories in whole groups wait for the trainer, no episode begins until `collect` takes them.
+What runs by then may end, so at most B + G * max_in_flight trajectories are ever finished and not handed over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +23,11 @@ from typing import Any
 from nemo_flashrl.environments.environment import Environment
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
+from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.prompts import PromptStream
+from nemo_flashrl.rollout.waiting import PlaceClock
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 
@@ -31,7 +36,7 @@ class Collector:
     """Makes batches of B = `batch_size` trajectories, `group_size` (G) of each prompt.
 
     `sampling.max_tokens` bounds each action; `sampling` may be replaced between two batches and holds for the
-    episodes that begin later. One event loop runs it all; episodes in flight rest while the loop does.
+    episodes that begin later. One event loop runs it all, and every method is called on it.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Collector:
         batch_size: int,
         group_size: int = 1,
         max_in_flight: int,
+        streaming: bool = False,
         max_staleness: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -64,7 +70,8 @@ class Collector:
         self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
         self._codec, self._prompts, self._limits = Codec(tokenizer), prompts, limits
         self._batch_size, self._group_size = batch_size, group_size
-        self._max_in_flight, self._max_staleness, self._seed = max_in_flight, max_staleness, seed
+        self._max_in_flight, self._streaming = max_in_flight, streaming
+        self._max_staleness, self._seed = max_staleness, seed
         self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
         self._running: set[asyncio.Task] = set()
         self._partial: dict[int, dict[int, Trajectory]] = {}  # prompt index -> sample -> ended trajectory
@@ -74,6 +81,8 @@ class Collector:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._collecting = self._closed = False
+        self._clock: PlaceClock | None = None  # begins with the first `collect`
+        self._sampled = 0  # action tokens of episodes that ended since the last batch
 
     async def collect(self, policy_version: int) -> Batch:
         """The next batch, ordered by prompt index and sample number, for a trainer that is at `policy_version`.
@@ -87,10 +96,10 @@ class Collector:
         """
         if self._closed:
             raise RuntimeError("the collector is closed")
-        started = time.perf_counter()
         dropped: Counter[str] = Counter()
         ends: Counter[str] = Counter()
         self._collecting = True
+        self._tell_clock()
         try:
             while self._choose(policy_version, dropped, ends):
                 self._fill()
@@ -98,10 +107,10 @@ class Collector:
             self._fill()  # what was chosen made room, where episodes run on between batches
         finally:
             self._collecting = False
+            self._tell_clock()
         chosen, self._chosen = self._chosen, []
         trajectories = tuple(t for group in sorted(chosen, key=lambda g: g[0].prompt_index) for t in group)
-        metrics = _metrics(trajectories, policy_version, time.perf_counter() - started, dropped, ends)
-        metrics["episodes_in_flight"] = float(len(self._running))
+        metrics = rollout_metrics(trajectories, policy_version, dropped, ends) | self._state_metrics()
         return Batch(trajectories, policy_version, metrics)
 
     def trained(self, batch: Batch) -> None:
@@ -123,6 +132,29 @@ class Collector:
         assert not (self._running or self._waiting or self._partial or self._ready), "the collector has begun already"
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
+
+    def _state_metrics(self) -> dict[str, float]:
+        """Times since the last batch, and what is under way now."""
+        times = self._clock.take()
+        elapsed = times.pop("between_batches_seconds")
+        sampled, self._sampled = self._sampled, 0
+        return {
+            **times,
+            "rollout_tokens_per_second": sampled / max(elapsed if self._streaming else times["rollout_seconds"], 1e-9),
+            "episodes_in_flight": float(len(self._running)),
+            "queue_depth": float(self._count_ended()),
+            **{f"total_{name}": float(count) for name, count in self._totals.items()},
+        }
+
+    def _count_ended(self) -> int:
+        """Trajectories that are finished and not handed over."""
+        ended = (len(self._ready) + len(self._chosen)) * self._group_size
+        return ended + sum(len(group) for group in self._partial.values())
+
+    def _tell_clock(self) -> None:
+        now = asyncio.get_running_loop().time()
+        self._clock = self._clock or PlaceClock(self._max_in_flight, now)
+        self._clock.update(now, running=len(self._running), asked=self._collecting)
 
     async def close(self) -> None:
         """Cancel what is in flight; each episode closes its environment."""
@@ -146,8 +178,9 @@ class Collector:
             dropped[reason] += len(group)
             self._totals[f"trajectories_dropped_{reason}"] += len(group)
             self._prompts.finish(group[0].prompt_index)
-            # A sound run drops at most what was in flight when the policy moved on; more in a row never ends.
-            if not self._chosen and dropped.total() > self._max_in_flight + 4 * self._batch_size:
+            # A sound run drops at most what was finished when the policy moved on; more in a row never ends.
+            at_most = self._group_size * self._max_in_flight + 4 * self._batch_size
+            if not self._chosen and dropped.total() > at_most:
                 error = next((t.info["error"] for t in group if "error" in t.info), None)
                 raise RuntimeError(
                     f"{dropped.total()} trajectories in a row were dropped ({dict(dropped)}) and none was usable"
@@ -173,15 +206,14 @@ class Collector:
             episode = asyncio.get_running_loop().create_task(self._play(prompt_index, task_index, sample))
             self._running.add(episode)
             episode.add_done_callback(self._on_ended)
+        self._tell_clock()
 
     def _has_room(self) -> bool:
         if len(self._running) >= self._max_in_flight:
             return False
-        ready = len(self._ready) * self._group_size
-        if self._max_in_flight > self._batch_size:
-            return ready < self._batch_size  # a whole batch waits for the trainer: it is the slower side
-        ended = ready + len(self._chosen) * self._group_size + sum(len(group) for group in self._partial.values())
-        return self._collecting and len(self._running) + ended < self._batch_size
+        if self._streaming:
+            return len(self._ready) * self._group_size < self._batch_size
+        return self._collecting and len(self._running) + self._count_ended() < self._batch_size
 
     async def _play(self, prompt_index: int, task_index: int, sample: int) -> None:
         task = self._tasks[task_index]
@@ -196,6 +228,7 @@ class Collector:
             sample=sample,
             seed=self._seed,
         )
+        self._sampled += trajectory.action_count
         group = self._partial.setdefault(prompt_index, {})
         group[sample] = trajectory
         if len(group) == self._group_size:
@@ -219,29 +252,3 @@ class Collector:
         await self._changed.wait()
         if self._closed:
             raise RuntimeError("the collector was closed")
-
-
-def _metrics(
-    trajectories: Sequence[Trajectory],
-    policy_version: int,
-    seconds: float,
-    dropped: Counter[str],
-    ends: Counter[str],
-) -> dict[str, float]:
-    """Numbers of one batch; `episodes_*` count the dropped ones too."""
-    actions = sum(t.action_count for t in trajectories)
-    ages = [policy_version - t.oldest_version for t in trajectories]
-    metrics = {
-        "rollout_seconds": seconds,
-        "rollout_tokens_per_second": actions / max(seconds, 1e-9),
-        "staleness_mean": sum(ages) / len(ages),
-        "staleness_max": float(max(ages)),
-        "turns": sum(t.turns for t in trajectories) / len(trajectories),
-        "action_token_share": actions / sum(len(t.token_ids) for t in trajectories),
-        "observations_truncated": float(sum(t.info.get("observations_truncated", 0) for t in trajectories)),
-    }
-    for reason in ("too_old", "empty"):
-        metrics[f"dropped_{reason}"] = float(dropped[reason])
-    for reason in sorted({"done", "turn_limit", "token_limit", "environment_error", *ends}):
-        metrics[f"episodes_{reason}"] = float(ends[reason])
-    return metrics

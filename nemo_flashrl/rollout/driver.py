@@ -1,30 +1,47 @@
-"""The collecting rank's event loop: the trainer is synchronous, rollouts are not."""
+"""The collecting rank's event loop, in a thread of its own: rollouts go on while the trainer trains.
+
+    trainer's thread                              the loop's thread
+    collect(version)   --- waits for ---------->  Collector.collect, episodes, time-outs
+    (optimizer step)                              episodes that stream go on
+    trained()          ------------------------>  prompts are finished
+    load_weights()     -- one tensor at a time ->  Engine.load_weights
+
+What fails there, whenever it does, comes out of the trainer's next call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from nemo_flashrl.records import Batch
+from nemo_flashrl.rollout.batch_metrics import staleness_metrics
+from nemo_flashrl.rollout.handover import Handover
 
 if TYPE_CHECKING:
     from nemo_flashrl.rollout.collector import Collector
     from nemo_flashrl.rollout.engine import Engine
 
+T = TypeVar("T")
+CLOSE_SECONDS = 5.0  # for the environments of the episodes in flight, and as long for the engine
+
 
 class RolloutDriver:
     """Owns the loop on which an engine and its collector live; global rank 0 alone has one.
 
-    Episodes in flight rest between calls and go on with the next one.
-
     Args:
         engine: samples.
         collector: makes batches with it.
-        lag: batches collected ahead of the one in training; 0 trains on what was just sampled.
+        lag: batches collected ahead of the one in training, with the weights of that moment; for a collector that does
+            not stream. 0 trains on what was just sampled.
     """
 
     def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0) -> None:
@@ -34,28 +51,38 @@ class RolloutDriver:
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
         self._loop = asyncio.new_event_loop()
+        self._handover = Handover()  # the last one
+        self._ended: Future[None] = Future()  # done when the loop's thread is
+        self._ended.add_done_callback(lambda _: self._handover.stop())
+        self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+        self._thread.start()
 
     def collect(self, policy_version: int) -> Batch:
-        """The next batch to train on; an engine's or the collector's exception comes out here.
+        """The next batch for a trainer that is at `policy_version`.
 
         Raises:
             ValueError: every episode of the batch ended in an error of the environment: it is broken, not unlucky.
+            Whatever an engine, an episode or the collector raised since the last call.
         """
         while len(self._ahead) <= self._lag:
-            batch = self._loop.run_until_complete(self.collector.collect(policy_version))
+            batch = self._call(self.collector.collect(policy_version))
             if all(t.end_reason == "environment_error" for t in batch.trajectories):
                 error = batch.trajectories[0].info.get("error")
                 raise ValueError(
                     f"environment: all {len(batch.trajectories)} episodes of a batch failed; the first: {error}"
                 )
             self._ahead.append(batch)
-        self._in_training = self._ahead.popleft()
-        return self._in_training
+        batch = self._ahead.popleft()
+        if batch.policy_version != policy_version:  # it has aged
+            ages = staleness_metrics(batch.trajectories, policy_version)
+            batch = replace(batch, policy_version=policy_version, metrics=batch.metrics | ages)
+        self._in_training = batch
+        return batch
 
     def trained(self) -> None:
         """The optimizer step on the batch that `collect` returned last is done: its prompts are finished for good."""
         assert self._in_training is not None, "no batch is in training"
-        self.collector.trained(self._in_training)
+        self._call(_soon(self.collector.trained, self._in_training))
         self._in_training = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,7 +91,7 @@ class RolloutDriver:
         It belongs to the weights of the last step that was reported by `trained`. Prompts of episodes in flight, of
         batches collected ahead and of a batch still in training are `unfinished`: they are sampled anew after a resume.
         """
-        return self.collector.state_dict()
+        return self._call(_soon(self.collector.state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before the first `collect`.
@@ -72,16 +99,66 @@ class RolloutDriver:
         Raises:
             ValueError: it belongs to another number of tasks or another seed.
         """
-        self.collector.load_state_dict(state)
+        self._call(_soon(self.collector.load_state_dict, state))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve new weights; on an error the old ones go on serving."""
-        self._loop.run_until_complete(self.engine.load_weights(stream, version))
+        """Serve new weights; on an error the old ones go on serving.
+
+        `stream` is walked in the caller's thread, where its collectives belong, and no further than the engine asks.
+        """
+        self._handover = handover = Handover()
+        loading = self._begin(self.engine.load_weights(handover, version))
+        loading.add_done_callback(lambda _: handover.stop())
+        if self._ended.done():
+            handover.stop()
+        handover.feed(stream)
+        self._result(loading)
 
     def close(self) -> None:
-        """End episodes in flight and free the engine."""
+        """End episodes in flight, free the engine, end the thread; returns in seconds, whatever hangs."""
         if self._loop.is_closed():
             return
-        self._loop.run_until_complete(self.collector.close())
-        self._loop.run_until_complete(self.engine.close())
-        self._loop.close()
+        if self._ended.done():  # its loop stands still and can be used from here
+            self._loop.run_until_complete(self._close())
+        else:
+            closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            wait({closing}, timeout=3 * CLOSE_SECONDS)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            print("rollouts: an environment does not let go of its thread; it is left behind", file=sys.stderr)
+        else:
+            self._loop.close()
+
+    async def _close(self) -> None:
+        for close in (self.collector.close, self.engine.close):
+            try:
+                await asyncio.wait_for(close(), CLOSE_SECONDS)
+            except TimeoutError:
+                print(f"rollouts: {close.__qualname__} took more than {CLOSE_SECONDS:g} s", file=sys.stderr)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException as error:  # an environment that calls sys.exit must not end this thread in silence
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(None)
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._result(self._begin(coroutine))
+
+    def _result(self, future: Future[T]) -> T:
+        wait({future, self._ended}, return_when=FIRST_COMPLETED)
+        if not future.done():
+            error = self._ended.exception()
+            raise RuntimeError(f"the rollouts' event loop was ended by {error!r}") from error
+        return future.result()
+
+
+async def _soon(function: Callable[..., T], *arguments: Any) -> T:
+    return function(*arguments)

@@ -2,10 +2,10 @@
 
     generate ---> waiting --(no new request for some rounds of the event loop)--> wave: prefill, then token by token
                                                                                      |  a row that ends leaves
-    load_weights ---> staged, checked --(between two waves)--> model, version        +--> its caller goes on
+    load_weights ---> staged, checked --(between two tokens)--> model, version       +--> its caller goes on
 
-Requests that come while a wave runs form the next one, so a wave never sees two versions of the weights, and no
-key or value outlives its wave: none can be stale.
+Requests that come while a wave runs form the next one. A wave whose weights were replaced begins anew with what it has
+sampled so far as its prompt: later tokens are of the new weights, and no key or value outlives those that made it.
 
 Legend: R = rows (requests) still in the wave, K = columns (padded prompt + tokens sampled so far), V = vocabulary.
 """
@@ -46,6 +46,7 @@ class _Request:
     answer: asyncio.Future
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
 
 class TransformersEngine:
@@ -67,7 +68,7 @@ class TransformersEngine:
         self._model: PreTrainedModel = model.to(settings.device).eval().requires_grad_(False)
         self._context: int | None = getattr(model.config, "max_position_embeddings", None)
         self._waiting: list[_Request] = []
-        self._in_wave = False
+        self._loads = 0
         self._server: asyncio.Task | None = None
         self._closed = False
 
@@ -90,7 +91,7 @@ class TransformersEngine:
         return await request.answer
 
     async def load_weights(self, stream: NamedTensors, version: int) -> None:
-        """Replace all weights and serve them as `version`.
+        """Replace all weights and serve them as `version`, in the middle of requests in flight if there are any.
 
         The stream is first copied beside the model, a second set of weights for the time of the call, so that an
         error in the middle of it leaves the old weights serving. With tied embeddings `lm_head.weight` may be absent.
@@ -99,8 +100,6 @@ class TransformersEngine:
             ValueError: a name that the model lacks, that came twice or did not come, or another shape.
         """
         staged = self._stage(stream)
-        while self._in_wave:
-            await asyncio.sleep(0)
         if self._closed:
             raise RuntimeError("the engine is closed")
         parameters = self._model.state_dict()
@@ -108,6 +107,7 @@ class TransformersEngine:
             for name, tensor in staged.items():
                 parameters[name].copy_(tensor)
         self.version = version
+        self._loads += 1
 
     async def close(self) -> None:
         """Let go of the model; requests in flight fail with RuntimeError."""
@@ -163,7 +163,6 @@ class TransformersEngine:
         while self._waiting:
             await self._settle()
             requests, self._waiting = [r for r in self._waiting if not r.answer.done()], []
-            self._in_wave = True
             try:
                 await self._run_wave(requests)
             except Exception as error:  # whatever the model raises belongs to those who wait for it
@@ -171,8 +170,6 @@ class TransformersEngine:
             except asyncio.CancelledError:
                 _fail(requests, RuntimeError("the engine was closed"))
                 raise
-            finally:
-                self._in_wave = False
 
     async def _settle(self) -> None:
         """Return when no request has come for some rounds of the event loop."""
@@ -185,13 +182,14 @@ class TransformersEngine:
     async def _run_wave(self, requests: list[_Request]) -> None:
         if not requests:
             return
-        wave = _Wave(self._model, requests)
+        wave, loads = _Wave(self._model, requests), self._loads
         while wave.requests:
-            for request, reason in wave.step():
+            if loads != self._loads:
+                wave, loads = _Wave(self._model, wave.requests), self._loads
+            for request, reason in wave.step(self.version):
                 if not request.answer.done():
-                    versions = (self.version,) * len(request.sampled)
-                    tokens, logprobs = tuple(request.sampled), tuple(request.logprobs)
-                    request.answer.set_result(Generation(tokens, logprobs, versions, reason))
+                    answer = tuple(request.sampled), tuple(request.logprobs), tuple(request.versions)
+                    request.answer.set_result(Generation(*answer, reason))
             await asyncio.sleep(0)  # tools and timeouts run between two tokens
 
 
@@ -203,15 +201,16 @@ class _Wave:
         self._model = model
         self._device = model.device
         self._cache = DynamicCache(config=model.config)
-        width = max(len(r.token_ids) for r in requests)
-        padding = [width - len(r.token_ids) for r in requests]
-        self._inputs = self._to_device([[0] * n + list(r.token_ids) for n, r in zip(padding, requests, strict=True)])
+        rows = [r.token_ids + r.sampled for r in requests]
+        width = max(map(len, rows))
+        padding = [width - len(row) for row in rows]
+        self._inputs = self._to_device([[0] * n + row for n, row in zip(padding, rows, strict=True)])
         self._padding = self._to_device(padding)[:, None]  # [R, 1], columns before a row's first token
         self._columns = width  # K
         self._temperatures = self._to_device([r.sampling.temperature for r in requests], torch.float32)[:, None]
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[_Request, str]]:
+    def step(self, version: int) -> list[tuple[_Request, str]]:
         """Sample one token for each row; returns the requests that ended with it, and their finish reasons."""
         logits = self._forward()  # float32 [R, V]
         greedy = self._temperatures == 0
@@ -227,6 +226,7 @@ class _Wave:
                 raise FloatingPointError("the model's logits are not finite: the weights it was given are broken")
             request.sampled.append(token)
             request.logprobs.append(logprob)
+            request.versions.append(version)
             if token in request.sampling.stop_token_ids:
                 ended.append((request, "stop"))
             elif len(request.sampled) == request.sampling.max_tokens:

@@ -1,0 +1,38 @@
+"""Who waits for whom: how long places for episodes stand empty, and on whose account."""
+
+from __future__ import annotations
+
+
+class PlaceClock:
+    """Adds up empty places over time, by whether the trainer waits for a batch at that moment or not.
+
+    Worked example, 4 places: the trainer asks for a batch and all are filled for 10 s, one for 2 s more (the others
+    wait for a straggler); then it trains for 6 s and none is filled. `rollout_seconds` is 12, empty are 3 x 2 + 4 x 6
+    place-seconds: `rollout_empty_seconds` is 30 / 4 = 7.5, and `rollouts_wait_seconds`, the trainer's part, 24 / 4 = 6.
+    """
+
+    def __init__(self, places: int, now: float) -> None:
+        self._places = places
+        self._running = 0
+        self._asked = False
+        self._since = now
+        self._empty = {True: 0.0, False: 0.0}  # place-seconds, by whether a batch is asked for
+        self._seconds = {True: 0.0, False: 0.0}
+
+    def update(self, now: float, *, running: int, asked: bool) -> None:
+        """So many episodes run from `now` on, and the trainer waits for a batch or does not."""
+        seconds = now - self._since
+        self._empty[self._asked] += (self._places - self._running) * seconds
+        self._seconds[self._asked] += seconds
+        self._since, self._running, self._asked = now, running, asked
+
+    def take(self) -> dict[str, float]:
+        """Seconds up to the last update, which begin anew."""
+        numbers = {
+            "rollout_seconds": self._seconds[True],
+            "rollouts_wait_seconds": self._empty[False] / self._places,
+            "rollout_empty_seconds": sum(self._empty.values()) / self._places,
+            "between_batches_seconds": sum(self._seconds.values()),
+        }
+        self._empty, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        return numbers
