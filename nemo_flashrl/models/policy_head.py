@@ -48,11 +48,12 @@ def flat(values: Tensor) -> Tensor:
 
 
 class PolicyHead(ColumnParallelLinear):
-    """Hidden states [S, R, H] -> logits, log-probs float32 [S, R], or a loss float32 [1, 1], as asked."""
+    """Hidden states [S, R, H] -> logits, log-probs float32 [S, R] (with entropies [S, R, 2]), or a loss [1, 1]."""
 
     settings: HeadSettings
     _targets: Tensor | None = None  # int64 [R, S]
     _request: PolicyRequest | None = None
+    _entropies: bool = False
 
     @classmethod
     def install(cls, model: MegatronGPTModel, settings: HeadSettings) -> None:
@@ -63,9 +64,11 @@ class PolicyHead(ColumnParallelLinear):
         head.settings = settings
 
     @contextlib.contextmanager
-    def scoring(self, targets: Tensor, request: PolicyRequest | None = None) -> Iterator[None]:
+    def scoring(
+        self, targets: Tensor, request: PolicyRequest | None = None, *, entropies: bool = False
+    ) -> Iterator[None]:
         """Within, a forward pass answers with log-probs of `targets`, int64 [R, S]; with a request, with its loss."""
-        self._targets, self._request = targets, request
+        self._targets, self._request, self._entropies = targets, request, entropies
         try:
             yield
         finally:
@@ -79,8 +82,12 @@ class PolicyHead(ColumnParallelLinear):
         weight = self.weight if weight is None else weight
         if self._request is not None:
             return self._policy_loss(hidden, weight, self._request).view(1, 1), None
-        logprobs = fused_linear_logprob(hidden, weight, flat(self._targets), **self._options())
-        return logprobs.view(self._targets.shape[::-1]), None
+        options = {**self._options(), "return_entropy": self._entropies}
+        answer = fused_linear_logprob(hidden, weight, flat(self._targets), **options)
+        shape = self._targets.shape[::-1]
+        if self._entropies:
+            return torch.stack(answer, -1).view(*shape, 2), None
+        return answer.view(shape), None
 
     def _options(self) -> dict:
         return {

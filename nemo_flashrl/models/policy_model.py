@@ -62,16 +62,35 @@ class PolicyModel(llm.GPTModel):
     def forward_step(self, batch: dict[str, Tensor]) -> Tensor:
         """The policy loss, float32 [1, 1], on the last stage; hidden states before it."""
         head = find_head(self.module)
-        inputs = (batch["tokens"], batch["position_ids"])
-        packed = packed_seq_params(batch)
         if head is None:
-            return self(*inputs, packed_seq_params=packed)
+            return self._run(batch)
         overlap = self.trainer.strategy.ddp_config.overlap_grad_reduce
         request = PolicyRequest(self.algorithm, token_batch(batch), loss_scale(), grad_hooks=overlap)
         with head.scoring(batch["targets"], request):
-            loss = self(*inputs, packed_seq_params=packed)
+            loss = self._run(batch)
         self.training_loss_reduction.request = request
         return loss
+
+    def score_step(self, batch: dict[str, Tensor], *, entropies: bool = False) -> Tensor:
+        """Log-probs of `targets`, float32 [R, S], on the last stage; with entropies [R, S, 2]; hidden states before."""
+        head = find_head(self.module)
+        if head is None:
+            return self._run(batch)
+        with head.scoring(batch["targets"], entropies=entropies):
+            return self._run(batch)
+
+    def _run(self, batch: dict[str, Tensor]) -> Tensor:
+        return self(batch["tokens"], batch["position_ids"], packed_seq_params=packed_seq_params(batch))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves whole parameters on every rank: refit, reference and export read them before a forward pass does.
+
+        Megatron's `overlap_param_gather` would gather them no sooner than that.
+        """
+        super().optimizer_step(*args, **kwargs)
+        strategy = self.trainer.strategy
+        if strategy.ddp_config.overlap_param_gather:
+            strategy.megatron_parallel.force_param_sync()
 
     @property
     def training_loss_reduction(self) -> PolicyLossReduction:

@@ -1,0 +1,116 @@
+"""Log-probs without a gradient: one forward pass over a step's microbatches through Megatron's own pipeline schedule.
+
+    scores = score(pipeline, microbatches)          # on the last stage one TokenScores a microbatch, else None
+
+Legend: R = rows of a microbatch, S = row length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from nemo.lightning.megatron_parallel import MegatronParallel
+from torch import Tensor
+
+from nemo_flashrl import platform
+
+AGREEMENT_NATS = 1e-3  # same kernels, same weights: only dropout or noise moves the two passes so far apart
+RANDOM_FIELDS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What the model says of one microbatch's targets, at the sampler's temperature."""
+
+    logprobs: Tensor  # float32 [R, S], aligned to `targets`
+    entropies: Tensor | None = None  # float32 [R, S]
+
+
+def score(
+    pipeline: MegatronParallel, microbatches: Sequence[dict[str, Tensor]], *, entropies: bool = False
+) -> list[TokenScores] | None:
+    """Score `targets` of each microbatch, in evaluation mode; a collective over the model-parallel ranks.
+
+    Dropout draws nothing, so that random generators stay as they were; every module's mode is restored, on an error
+    too.
+
+    Args:
+        pipeline: NeMo's wrapper of the policy model, one chunk a rank.
+        microbatches: as the data module makes them; at least one, the same number on every rank.
+        entropies: also the entropy of each token's distribution.
+
+    Returns:
+        One answer a microbatch on the last pipeline stage, None on the others.
+    """
+    with _evaluation_mode(pipeline):
+        return _forward(pipeline, microbatches, entropies)
+
+
+@torch.no_grad()
+def _forward(
+    pipeline: MegatronParallel, microbatches: Sequence[dict[str, Tensor]], entropies: bool
+) -> list[TokenScores] | None:
+    def forward_step(data: Iterator[dict[str, Tensor]], model: torch.nn.Module):
+        return model.score_step(next(data), entropies=entropies), _answer
+
+    first = microbatches[0]["tokens"]
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(microbatches),
+        model=pipeline.pipeline,
+        num_microbatches=len(microbatches),
+        seq_length=first.shape[1],
+        micro_batch_size=first.shape[0],
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return outputs or None
+
+
+def _answer(output: Tensor, non_loss_data: bool) -> TokenScores:
+    """What the head said, [R, S] log-probs or [R, S, 2] with entropies."""
+    assert non_loss_data
+    return TokenScores(output) if output.dim() == 2 else TokenScores(*output.unbind(-1))
+
+
+@contextlib.contextmanager
+def _evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def check_passes_agree(pipeline: MegatronParallel, microbatch: dict[str, Tensor]) -> None:
+    """Refuse a model whose log-probs in training mode are not those of the score pass. A collective over all ranks.
+
+    Ratios and KL compare the two: with dropout on, they would measure its noise.
+
+    Raises:
+        ValueError: on every rank, with both log-probs of the worst token and the fields that make the difference.
+    """
+    trained, scored = _forward(pipeline, [microbatch], False), score(pipeline, [microbatch])
+    worst = (0.0, 0.0, 0.0)  # distance, in training mode, scored
+    if scored is not None:
+        both = torch.stack([trained[0].logprobs, scored[0].logprobs])[:, microbatch["target_mask"]].double()
+        distance = (both[0] - both[1]).abs().nan_to_num(nan=math.inf)
+        if distance.numel():
+            worst = (float(distance.max()), *both[:, distance.argmax()].tolist())
+    everyone: list[tuple[float, ...]] = [worst] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, worst, group=platform.object_group())
+    distance, in_training, without_gradient = max(everyone)
+    if distance > AGREEMENT_NATS:
+        config = pipeline.module.config
+        on = [f"{name}={value}" for name in RANDOM_FIELDS if (value := getattr(config, name, None))]
+        raise ValueError(
+            f"model configuration {', '.join(on) or '(no dropout)'}: a token's log-prob is {in_training:.6g} in the "
+            f"training pass and {without_gradient:.6g} in the no-grad pass; set dropout and jitter to 0"
+        )

@@ -1,0 +1,69 @@
+"""The no-grad score pass in the real trainer: transformers' log-probs at every TP x PP, and nothing else moved."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from processes import run_ranks
+from tiny import random_trajectories, write_model
+
+VOCAB_SIZE = 131  # padded to 256 rows
+TEMPERATURE = 0.7
+LAYOUTS = {
+    "tp2 sequence": (2, ["parallel.tensor=2", "parallel.sequence=true", "batching.max_tokens_per_microbatch=200"]),
+    "tp2 padded": (2, ["parallel.tensor=2", "batching.layout=padded", "batching.max_tokens_per_microbatch=300"]),
+    "pp2 padded": (2, ["parallel.pipeline=2", "batching.layout=padded", "batching.max_tokens_per_microbatch=256"]),
+    "tp2 pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "batching.max_tokens_per_microbatch=180"]),
+    "dp2": (2, ["batching.max_tokens_per_microbatch=200"]),
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """A folder, and of each trajectory (by its tokens) the log-probs and entropies of plain float64 torch."""
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("scoring")
+    folder = write_model(root / "model", vocab_size=VOCAB_SIZE)
+    trajectories = random_trajectories(10, VOCAB_SIZE, seed=4)
+    (root / "trajectories.pkl").write_bytes(pickle.dumps(trajectories))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    expected = {}
+    with torch.no_grad():
+        for trajectory in trajectories:
+            ids = torch.from_numpy(trajectory.token_ids)[None]
+            logits = model(ids).logits[0]
+            table = torch.log_softmax(logits / TEMPERATURE, -1)
+            logprobs = table[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+            untempered = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+            assert (untempered - logprobs).abs().max() > 0.1  # the wrong answer would show
+            expected[tuple(trajectory.token_ids)] = (logprobs, -(table.exp() * table).sum(-1)[:-1])
+    return root, folder, expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_are_those_of_transformers(case, layout: str) -> None:
+    root, folder, expected = case
+    processes, overrides = LAYOUTS[layout]
+    out = root / f"{layout.replace(' ', '_')}.pt"
+    arguments = (folder, root / "trajectories.pkl", out, VOCAB_SIZE, f"rollout.temperature={TEMPERATURE}", *overrides)
+    run_ranks(processes, "scoring", *arguments)
+    report = torch.load(out)
+    assert all(report["same"])  # modes and random states of every rank, after an error too
+    assert {tuple(tokens.tolist()) for tokens, *_ in report["rows"]} == expected.keys()
+    for tokens, *scores in report["rows"]:
+        for values, right in zip(scores, expected[tuple(tokens.tolist())], strict=True):
+            assert ((values[:-1].double() - right).abs() <= 1e-5 * right.abs().clamp(min=1)).all()
+
+
+def test_dropout_is_refused_with_both_numbers(case) -> None:
+    root, folder, _ = case
+    arguments = (folder, root / "trajectories.pkl", root / "dropout.pt", VOCAB_SIZE, "parallel.pipeline=2")
+    message = (
+        r"ValueError: model configuration hidden_dropout=0.1, attention_dropout=0.1: a token's log-prob is "
+        r"-\d+\.\d+ in the training pass and -\d+\.\d+ in the no-grad pass; set dropout and jitter to 0"
+    )
+    with pytest.raises(AssertionError, match=message):
+        run_ranks(2, "scoring", *arguments, dropout=0.1)
