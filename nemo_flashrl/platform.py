@@ -88,8 +88,8 @@ def model_overrides() -> dict[str, Any]:
     }
 
 
-def make_strategy(**options: Any) -> Any:
-    """NeMo's MegatronStrategy as this package uses it.
+def make_strategy(*, overlap_gradients: bool = False, **options: Any) -> Any:
+    """NeMo's MegatronStrategy as this package uses it; gradients are reduced after the last backward pass or under it.
 
     NeMo's own progress printer is left out: it gathers timers over all ranks from rank 0 alone, which hangs the first
     save of a job with several processes (nemo.lightning.pytorch.callbacks.progress_printer 2.7).
@@ -98,7 +98,10 @@ def make_strategy(**options: Any) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     distributed = DistributedDataParallelConfig(
-        check_for_nan_in_grad=True, grad_reduce_in_fp32=True, use_distributed_optimizer=has_gpu()
+        check_for_nan_in_grad=True,
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=has_gpu(),
+        overlap_grad_reduce=overlap_gradients,
     )
     return nl.MegatronStrategy(ddp=distributed, replace_progress_bar=False, process_group_backend=backend(), **options)
 

@@ -206,6 +206,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
             tensor_model_parallel_size=config.parallel.tensor,
             pipeline_model_parallel_size=config.parallel.pipeline,
             sequence_parallel=config.parallel.sequence,
+            overlap_gradients=config.parallel.overlap_gradients,
             pipeline_dtype=_dtype(config),
         ),
         plugins=[nl.MegatronMixedPrecision(precision="bf16-mixed")] if bf16 else None,

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-
-import numpy as np
 import pytest
 import torch
+from plain import VOCAB_SIZE, make_case, worst_error
 from processes import run_ranks
-from tiny import random_trajectories, write_model
 
-from nemo_flashrl.algorithms import flash_reinforce_loss
-
-VOCAB_SIZE = 131  # padded to 256 rows at TP=1 and TP=2: rank 1 of two owns three tokens and padding
-OFF_POLICY_NOISE = 1.5  # nats, standard deviation: rows of odd index are sampled on-policy, the others this far from it
 PADDED = "batching.layout=padded"
 LAYOUTS = {  # processes, overrides; every row splits the 12 trajectories into microbatches in another way
     "one process": (1, ["batching.max_tokens_per_microbatch=256"]),
@@ -37,85 +30,42 @@ LAYOUTS = {  # processes, overrides; every row splits the 12 trajectories into m
 }
 
 
-def hf_logprobs(model, trajectory) -> torch.Tensor:
-    """[S - 1], float64: the log-prob of token t + 1 at position t."""
-    ids = torch.from_numpy(trajectory.token_ids)[None]
-    return torch.log_softmax(model(ids).logits.double(), -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A model, trajectories of which about half pass the gate, and the plain float64 loss and gradients."""
-    from transformers import AutoModelForCausalLM
-
-    root = tmp_path_factory.mktemp("parity")
-    folder = write_model(root / "model", vocab_size=VOCAB_SIZE)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
-    rng = np.random.default_rng(5)
-    trajectories = []
-    for index, trajectory in enumerate(random_trajectories(12, VOCAB_SIZE, seed=3)):
-        with torch.no_grad():
-            logprobs = np.concatenate([[0.0], hf_logprobs(model, trajectory).numpy()])
-        noise = rng.normal(0, 0.001 if index % 2 else OFF_POLICY_NOISE, len(logprobs))
-        behavior = np.where(trajectory.action_mask, np.minimum(logprobs + noise, -1e-3), 0).astype(np.float32)
-        trajectory.behavior_logprobs[:] = behavior
-        trajectories.append(trajectory)
-    (root / "trajectories.pkl").write_bytes(pickle.dumps(tuple(trajectories)))
-    return root, folder, *plain_step(model, trajectories)
+    return make_case(tmp_path_factory.mktemp("parity"))
 
 
-def plain_step(model, trajectories):
-    length = max(len(t.token_ids) for t in trajectories) - 1
-    logprobs = torch.zeros(len(trajectories), length, dtype=torch.float64)
-    behavior, mask = torch.zeros_like(logprobs), torch.zeros(logprobs.shape, dtype=torch.bool)
-    rows = []
-    for i, t in enumerate(trajectories):
-        own = len(t.token_ids) - 1
-        rows.append(torch.nn.functional.pad(hf_logprobs(model, t), (0, length - own)))
-        behavior[i, :own] = torch.from_numpy(t.behavior_logprobs[1:])
-        mask[i, :own] = torch.from_numpy(t.action_mask[1:])
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    loss, stats = flash_reinforce_loss(torch.stack(rows), behavior, rewards, mask)
-    loss.backward()
-    return loss.item(), stats, {name: p.grad for name, p in model.named_parameters()}
+def step_of(case, tmp_path, processes: int, *overrides: str, **options) -> dict:
+    """What one step of the real trainer leaves: loss and counts, gradients, parameters."""
+    out = tmp_path / f"{len(list(tmp_path.iterdir()))}.pt"
+    run_ranks(processes, "parity", case.folder, case.pickled, out, VOCAB_SIZE, *overrides, **options)
+    return torch.load(out)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradients(case, layout: str) -> None:
-    root, folder, loss, stats, gradients = case
-    assert 3 <= int(stats["admitted"].sum()) <= 9  # the gate decides something
+def test_loss_and_gradients(case, tmp_path, layout: str) -> None:
+    assert 3 <= case.admitted <= 9  # the gate decides something
     processes, overrides = LAYOUTS[layout]
-    out = root / f"{layout.replace(' ', '_')}.pt"
-    run_ranks(processes, "parity", folder, root / "trajectories.pkl", out, VOCAB_SIZE, *overrides)
-    step = torch.load(out)
-    assert step["stats"]["loss"] == pytest.approx(loss, rel=1e-5)
-    assert step["stats"]["admitted"] == int(stats["admitted"].sum())
-    assert step["gradients"].keys() == gradients.keys()
-    for name, expected in gradients.items():
-        error = (step["gradients"][name].double() - expected).norm() / expected.norm()
-        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+    step = step_of(case, tmp_path, processes, *overrides)
+    assert step["stats"]["loss"] == pytest.approx(case.loss, rel=1e-5)
+    assert step["stats"]["admitted"] == case.admitted
+    assert worst_error(step["gradients"], case.gradients) < (1e-5,)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputation_replays_dropout(case, recompute: str) -> None:
+def test_recomputation_replays_dropout(case, tmp_path, recompute: str) -> None:
     """TP=2, dropout on in attention (differs from rank to rank) and between layers (equal): the same gradients."""
-    root, folder, *_ = case
-    steps = []
-    for mode, dropout in (("none", 0.1), (recompute, 0.1), ("none", 0.0)):
-        out = root / f"recompute_{mode}_{dropout}.pt"
-        overrides = ["parallel.tensor=2", f"model.recompute={mode}"]
-        arguments = (folder, root / "trajectories.pkl", out, VOCAB_SIZE, *overrides)
-        run_ranks(2, "parity", *arguments, dropout=dropout, gate=False)
-        steps.append(torch.load(out))
-    assert steps[1]["stats"]["loss"] == pytest.approx(steps[0]["stats"]["loss"], rel=1e-6)
-    for name, expected in steps[0]["gradients"].items():
-        assert (steps[1]["gradients"][name] - expected).norm() < 1e-5 * expected.norm(), name
-    off = steps[2]["stats"]["loss"]
-    assert abs(steps[0]["stats"]["loss"] - off) > 1e-3 * abs(off)  # dropout was on
+    plain, recomputed, off = (
+        step_of(case, tmp_path, 2, "parallel.tensor=2", f"model.recompute={mode}", dropout=dropout, gate=False)
+        for mode, dropout in (("none", 0.1), (recompute, 0.1), ("none", 0.0))
+    )
+    assert recomputed["stats"]["loss"] == pytest.approx(plain["stats"]["loss"], rel=1e-6)
+    assert worst_error(recomputed["gradients"], plain["gradients"]) < (1e-5,)
+    loss_without = off["stats"]["loss"]
+    assert abs(plain["stats"]["loss"] - loss_without) > 1e-3 * abs(loss_without)  # dropout was on
 
 
 def test_dividing_by_the_admitted_would_show(case) -> None:
     """The counterexample: B counts rejected trajectories too."""
-    _, _, loss, stats, _ = case
-    wrong = loss * 12 / int(stats["admitted"].sum())
-    assert abs(wrong - loss) > 0.1 * abs(loss)
+    wrong = case.loss * 12 / case.admitted
+    assert abs(wrong - case.loss) > 0.1 * abs(case.loss)

@@ -92,6 +92,16 @@ class PolicyModel(llm.GPTModel):
         if strategy.ddp_config.overlap_param_gather:
             strategy.megatron_parallel.force_param_sync()
 
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves whole parameters on every rank: refit, reference and export read them before a forward pass does.
+
+        Megatron's `overlap_param_gather` would gather them no sooner than that.
+        """
+        super().optimizer_step(*args, **kwargs)
+        strategy = self.trainer.strategy
+        if strategy.ddp_config.overlap_param_gather:
+            strategy.megatron_parallel.force_param_sync()
+
     @property
     def training_loss_reduction(self) -> PolicyLossReduction:
         """NeMo asks for it at every microbatch."""
