@@ -1,0 +1,85 @@
+"""NeMo-Run's way in: `nemo flashrl train ...` and `nemo flashrl rehearse`, and an executor for a Slurm cluster.
+
+nemo flashrl train config=my_run.yaml overrides='["trainer.steps=10"]' --yes
+
+import nemo_run as run
+from nemo_flashrl.recipes import slurm_executor, training
+recipe = training("my_run.yaml", ["trainer.steps=10"])            # a run.Partial
+run.run(recipe, executor=slurm_executor("my_run.yaml", account="team", container_image="nemo-flashrl"))
+"""
+
+# Annotations are real types here, not text, and Optional is spelt out: NeMo-Run parses its arguments by them.
+import os
+from pathlib import Path
+from typing import Any, Optional
+
+import nemo_run as run
+
+from nemo_flashrl import cli
+from nemo_flashrl import config as configuration
+
+
+@run.cli.entrypoint(namespace="flashrl")
+def train(config: str, overrides: Optional[list[str]] = None) -> None:  # noqa: UP045
+    """Train by a configuration: a YAML file, or the name of one under conf/experiment."""
+    _command("train", config, *(overrides or []))
+
+
+@run.cli.entrypoint(namespace="flashrl")
+def rehearse(overrides: Optional[list[str]] = None) -> None:  # noqa: UP045
+    """The whole path, small and real, on this machine's CPU."""
+    _command("rehearse", *(overrides or []))
+
+
+def _command(*arguments: str) -> None:
+    code = cli.main(arguments)
+    if code:
+        raise SystemExit(code)
+
+
+def training(config: str, overrides: list[str] | None = None) -> run.Partial:
+    """The recipe of a configuration; refused here, before anything is submitted, if it is no configuration.
+
+    Raises ValueError with field, value and remedy.
+    """
+    configuration.load(config, overrides)
+    return run.Partial(train, config=config, overrides=overrides)
+
+
+def slurm_executor(
+    config: str,
+    *,
+    account: str,
+    container_image: str | None = None,
+    container_mounts: list[str] | None = None,
+    partition: str | None = None,
+    time: str = "1-00:00:00",
+    tunnel: run.LocalTunnel | run.SSHTunnel | None = None,
+    overrides: list[str] | None = None,
+    **options: Any,
+) -> run.SlurmExecutor:
+    """Nodes and GPUs as the configuration's `cluster` says, one task a GPU (`launch/slurm.py` makes them ranks).
+
+    Args:
+        tunnel: how the cluster is reached; None: this machine is a login node. NeMo-Run keeps a local tunnel's jobs
+            under $NEMORUN_HOME/experiments, and finds them nowhere else.
+        options: further fields of run.SlurmExecutor.
+
+    Raises:
+        ValueError: `cluster.gpus_per_node` and `cluster.nodes` are not set.
+    """
+    cluster = configuration.load(config, overrides).cluster
+    home = Path(os.environ.get("NEMORUN_HOME", Path.home() / ".nemo_run"))
+    return run.SlurmExecutor(
+        account=account,
+        partition=partition,
+        time=time,
+        nodes=cluster.nodes,
+        ntasks_per_node=max(1, cluster.gpus_per_node),
+        gpus_per_node=cluster.gpus_per_node or None,
+        container_image=container_image,
+        container_mounts=container_mounts or [],
+        env_vars=dict(cluster.environment),
+        tunnel=tunnel or run.LocalTunnel(job_dir=str(home / "experiments")),
+        **options,
+    )
