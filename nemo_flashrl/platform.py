@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
+import random
 import resource
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_flashrl import megatron_016
@@ -103,7 +105,14 @@ def make_strategy(*, overlap_gradients: bool = False, **options: Any) -> Any:
         use_distributed_optimizer=has_gpu(),
         overlap_grad_reduce=overlap_gradients,
     )
-    return nl.MegatronStrategy(ddp=distributed, replace_progress_bar=False, process_group_backend=backend(), **options)
+    return nl.MegatronStrategy(
+        ddp=distributed,
+        replace_progress_bar=False,
+        process_group_backend=backend(),
+        ckpt_async_save=False,  # a checkpoint that is reported is on the disk
+        ckpt_optim_fully_reshardable=True,  # a distributed optimizer's state fits other parallel sizes too
+        **options,
+    )
 
 
 def seed_model_parallel(seed: int) -> None:
@@ -111,6 +120,31 @@ def seed_model_parallel(seed: int) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator of this process: Python's, NumPy's, torch's, Megatron's."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if has_gpu() else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Draw from now on what followed when `state` was taken."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if has_gpu():
+        torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
 
 
 def install() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -110,19 +111,21 @@ def torch_patches() -> list[Patch]:
 
 
 def upstream_patches() -> list[Patch]:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.optimizer import optimizer
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
     from nemo.lightning import callback_group
+    from nemo.lightning.io import pl as pl_io
 
     patches = [
         Patch(
             TransformerConfig,
             "__post_init__",
             _without_gpu_kernels(TransformerConfig.__post_init__),
-            "megatron.core.transformer.transformer_config 0.15: NeMo's Llama and Mixtral configurations ask for "
+            "megatron.core.transformer.transformer_config 0.15: NeMo's Llama, Mixtral and Qwen3 MoE configurations ask for "
             "kernels of Transformer Engine in their defaults, which is refused before a caller can unset them",
         ),
         Patch(
@@ -151,6 +154,16 @@ def upstream_patches() -> list[Patch]:
             "megatron.core.tensor_parallel.random 0.15: reads the state of a CUDA generator",
         ),
     ]
+    patches += [
+        Patch(
+            filesystem_async,
+            "_get_write_results_queue",
+            queue.Queue,
+            "megatron.core.dist_checkpointing.strategies.filesystem_async 0.15: spawns a manager process, needed by "
+            "asynchronous saves alone, which imports __main__ again and outlives a killed run",
+        ),
+        Patch(pl_io, "_fix_tensors_device", lambda checkpoint: checkpoint, "nemo.lightning.io.pl 2.7: asserts CUDA"),
+    ]
     group = callback_group.CallbackGroup.get_instance()
     patches.append(
         Patch(group, "_callbacks", [], "nemo.lightning.callback_group 2.7: OneLogger raises on save unless configured")
@@ -163,6 +176,7 @@ def _without_gpu_kernels(check: Callable) -> Callable:
     def call(self: Any) -> None:
         self.apply_rope_fusion = False
         self.persist_layer_norm = False
+        self.moe_permute_fusion = False
         check(self)
 
     return call

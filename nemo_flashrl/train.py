@@ -17,6 +17,7 @@ from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.preflight import Parts, prepare
 from nemo_flashrl.records import Sampling
+from nemo_flashrl.resume import Preempted, RunFolder
 from nemo_flashrl.rollout.agent import Limits
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> Path:
     """Run `config` in the processes that torchrun started; returns the exported Hugging Face folder.
 
-    Raises ValueError for what the configuration cannot mean, before anything is written.
+    Raises ValueError for what the configuration cannot mean, before anything is written, and Preempted after SIGTERM,
+    when everything is saved.
     """
     parts = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     platform.install()
@@ -39,11 +41,16 @@ def train(config: RunConfig) -> Path:
     driver = build_driver(config, parts) if first else None
     data = build_data(config, parts, driver)
     trainer = build_trainer(config, build_callbacks(config, parts, data, driver))
-    if first:
-        output.mkdir(parents=True)
+    resume(trainer, parts.folder)
     try:
         trainer.fit(model, datamodule=data)
+        if trainer.should_stop:
+            raise Preempted(f"stopped by SIGTERM after step {trainer.global_step} of {config.trainer.steps}")
         export(config, parts, model, output / "checkpoint")
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
+            raise end.__context__ from None
+        raise
     finally:
         if driver is not None:
             driver.close()
@@ -77,7 +84,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
             chunk_tokens=config.model.head_chunk_tokens,
             logits_budget_bytes=config.model.head_logits_budget_mib * 2**20,
         ),
-        hf_folder=config.model.path,
+        hf_folder=None if parts.folder and parts.folder.checkpoint else config.model.path,
         seed=config.trainer.seed,
         optim=nl.MegatronOptimizerModule(
             OptimizerConfig(
@@ -170,12 +177,13 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
         parts.algorithm,
         batcher,
         seed=config.trainer.seed,
+        saved={"rollouts": driver} if driver else {},
     )
 
 
 def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutDriver | None) -> list[Any]:
     """What acts around an optimizer step, in this order."""
-    from nemo_flashrl.callbacks import RLMetricsCallback, WeightRefitCallback
+    from nemo_flashrl.callbacks import RLMetricsCallback, RunCheckpoint, WeightRefitCallback
 
     refit = WeightRefitCallback(driver, parts.vocab_size)
     metrics = RLMetricsCallback(
@@ -186,17 +194,21 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
         log_trajectories=config.trainer.log_trajectories,
         constants={"temperature": config.rollout.temperature},
     )
-    return [refit, metrics]
+    checkpoint = RunCheckpoint(parts.folder, every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep)
+    return [refit, metrics, checkpoint]
 
 
 def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
     """NeMo's trainer with Megatron's strategy."""
     import nemo.lightning as nl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     from nemo_flashrl.callbacks.loggers import run_loggers
 
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    bf16 = _dtype(config) == torch.bfloat16
+    plugins: list[Any] = [nl.MegatronMixedPrecision("bf16-mixed")] if _dtype(config) == torch.bfloat16 else []
+    if "RANK" in os.environ:  # inside a Slurm job Lightning would count Slurm's tasks instead
+        plugins.append(TorchElasticEnvironment())
     trainer = nl.Trainer(
         accelerator=platform.accelerator(),
         devices=local,
@@ -209,7 +221,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
             overlap_gradients=config.parallel.overlap_gradients,
             pipeline_dtype=_dtype(config),
         ),
-        plugins=[nl.MegatronMixedPrecision(precision="bf16-mixed")] if bf16 else None,
+        plugins=plugins or None,
         logger=run_loggers(config),
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -220,6 +232,14 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
     )
     trainer.callbacks.extend(callbacks)  # not through the constructor, which deep-copies its arguments, engines too
     return trainer
+
+
+def resume(trainer: nl.Trainer, folder: RunFolder) -> None:
+    """Let `fit` start from the folder's newest complete checkpoint, if it has one."""
+    import nemo.lightning as nl
+
+    if folder.checkpoint is not None:
+        nl.AutoResume(resume_from_path=str(folder.checkpoint)).setup(trainer)
 
 
 def export(config: RunConfig, parts: Parts, model: PolicyModel, target: Path) -> None:

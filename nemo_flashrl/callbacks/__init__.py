@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"WeightRefitCallback": "weight_refit", "RLMetricsCallback": "rl_metrics"}
+_HOMES = {"WeightRefitCallback": "weight_refit", "RLMetricsCallback": "rl_metrics", "RunCheckpoint": "run_checkpoint"}
 
 
 def __getattr__(name: str) -> Any:

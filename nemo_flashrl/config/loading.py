@@ -53,6 +53,11 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> RunConfig:
     return config
 
 
+def save(config: RunConfig, path: Path) -> None:
+    """Write what a run was started with, defaults included; `load` reads it back."""
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
 def _hydra_override(override: str) -> str:
     """A field that the file leaves at its default may be set too; the typed merge refuses what is no field."""
     key, separator, _ = override.partition("=")

@@ -46,7 +46,6 @@ class ParallelConfig:
     pipeline: int = within(1, 1)
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
     overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
-    overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
 
 
 @dataclass

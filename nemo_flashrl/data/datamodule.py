@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -48,6 +49,8 @@ class RolloutDataModule(pl.LightningDataModule):
         algorithm: weighs the whole batch before it is split.
         batcher: plans microbatches.
         seed: orders microbatches.
+        saved: what a checkpoint holds under each name, on the collecting rank: objects with `state_dict` and
+            `load_state_dict`. The algorithm is one of them if it has both.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class RolloutDataModule(pl.LightningDataModule):
         batcher: LengthBatcher,
         *,
         seed: int = 0,
+        saved: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.collect = collect
@@ -65,6 +69,18 @@ class RolloutDataModule(pl.LightningDataModule):
         self.seed = seed
         self.data_sampler = StepSampler()
         self.last_step: RankStep | None = None  # what the metrics callback reads
+        self._saved = dict(saved or {})
+        if hasattr(algorithm, "state_dict"):
+            self._saved["algorithm"] = algorithm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Lightning's hook, as a checkpoint is written; global rank 0's is the one that is kept."""
+        return {name: part.state_dict() for name, part in self._saved.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Lightning's hook, before the first step; all ranks get rank 0's."""
+        for name, part in self._saved.items():
+            part.load_state_dict(state_dict[name])
 
     def train_dataloader(self) -> DataLoader:
         """An endless loader; an element is one rank's share of one optimizer step."""

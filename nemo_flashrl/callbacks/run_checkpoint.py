@@ -1,0 +1,131 @@
+"""When a run saves itself, what it keeps, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import nemo.lightning as nl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_flashrl import platform
+from nemo_flashrl.callbacks.run_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
+from nemo_flashrl.resume import RunFolder, complete_checkpoints
+
+
+class RunCheckpoint(nl.ModelCheckpoint):
+    """NeMo's checkpoint callback for a run that goes on as if nothing had happened.
+
+    It comes last of all callbacks: what they do after an optimizer step belongs to the state of that step. A folder
+    is marked as unfinished (NeMo's marker file) while it is written or removed; an old checkpoint goes when a newer
+    one is complete. On SIGTERM to any rank, all stop after the current step and save.
+
+    Args:
+        folder: where, and which checkpoint the run goes on from.
+        every_steps: optimizer steps between two checkpoints, and one at the end; 0 saves on SIGTERM alone.
+        keep: complete checkpoints that stay.
+    """
+
+    def __init__(self, folder: RunFolder, *, every_steps: int, keep: int) -> None:
+        super().__init__(
+            dirpath=str(folder.checkpoints.absolute()),
+            filename="{step}",
+            monitor=None,
+            verbose=False,
+            save_last=False,
+            save_top_k=-1,
+            every_n_train_steps=every_steps,
+            save_optim_on_train_end=True,
+            always_save_context=False,
+            save_context_on_train_end=False,
+            enable_version_counter=False,
+        )
+        self.folder = folder
+        self.every_steps = every_steps
+        self.keep = keep
+        self.asked_to_stop = False
+        self._previous_handler: Any = None
+        self._random_state: dict[str, Any] | None = None
+        self._last_global_step_saved = folder.step
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """All ranks have read the folder before this; NeMo removes torn checkpoints here."""
+        if trainer.is_global_zero:
+            self.folder.begin()
+        super().setup(trainer, pl_module, stage)
+        trainer.strategy.checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen for SIGTERM in place of Lightning, which would end the process without a checkpoint.
+
+        NeMo's own method is left out: it moves files about in NeMoLogger's folder, which this run has not.
+        """
+        LightningCheckpoint.on_train_start(self, trainer, pl_module)
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *_: Any) -> None:
+        self.asked_to_stop = True
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The last moment before a resumed step draws random numbers; setting up has drawn some."""
+        if self._random_state is not None:
+            platform.set_random_state(self._random_state)
+            self._random_state = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        """Save when it is due; stop when any rank has been asked to."""
+        super().on_train_batch_end(trainer, *arguments)
+        asked = torch.tensor(int(self.asked_to_stop))
+        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=platform.object_group())
+        if asked:
+            self.asked_to_stop = trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The last step's checkpoint, unless it is there already."""
+        if (self.every_steps or self.asked_to_stop) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        signal.signal(signal.SIGTERM, self._previous_handler)
+        if trainer.is_global_zero and self.asked_to_stop:
+            self.folder.preempted.touch()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
+        """Lightning's hook, on every rank."""
+        add_to_checkpoint(trainer, checkpoint)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
+        """Lightning's hook, on every rank, after the weights."""
+        self._random_state = take_from_checkpoint(trainer, checkpoint)
+
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+        """NeMo logs `step` before the optimizer counts it."""
+        return {**super()._monitor_candidates(trainer), "step": torch.tensor(trainer.global_step)}
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        except (OSError, CheckpointException, CheckpointingException) as error:  # the disk is not ours
+            last = max(complete_checkpoints(self.folder.checkpoints), default=None)
+            left = "no complete one is left" if last is None else f"the one of step {last} is complete and stays"
+            raise RuntimeError(
+                f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath} "
+                f"({_reason(error)}); {left}"
+            ) from error
+        self._remove_old(trainer)
+
+    def _remove_old(self, trainer: pl.Trainer) -> None:
+        complete = complete_checkpoints(Path(self.dirpath)) if trainer.is_global_zero else {}
+        old = [str(complete[step]) for step in sorted(complete)[: -self.keep]]
+        for path in trainer.strategy.broadcast(old):
+            self._remove_checkpoint(trainer, path)
+
+
+def _reason(error: Exception) -> str:
+    """The failure that torch wraps once for every rank, or the error itself."""
+    failures = getattr(error, "failures", None) or {}
+    first = next(iter(failures.values()), (error, None))[0]
+    return f"{type(first).__name__}: {first}"
