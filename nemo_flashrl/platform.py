@@ -74,6 +74,17 @@ def memory_use() -> dict[str, float]:
     }
 
 
+def host_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory of the host; where there is a GPU its pages are locked, so that copies run beside it."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=has_gpu())
+
+
+def synchronize() -> None:
+    """Wait for the device: what was copied to the host is there."""
+    if has_gpu():
+        torch.cuda.synchronize()
+
+
 def model_overrides() -> dict[str, Any]:
     """Fields of a NeMo GPTConfig that this platform decides; Transformer Engine's layers need a GPU."""
     if has_gpu():

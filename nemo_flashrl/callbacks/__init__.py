@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOMES = {"WeightRefitCallback": "weight_refit", "RLMetricsCallback": "rl_metrics", "RunCheckpoint": "run_checkpoint"}
+_HOMES = {
+    "EMAReferenceCallback": "ema_reference",
+    "RLMetricsCallback": "rl_metrics",
+    "RunCheckpoint": "run_checkpoint",
+    "WeightRefitCallback": "weight_refit",
+}
 
 
 def __getattr__(name: str) -> Any:
