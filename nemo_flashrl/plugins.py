@@ -11,6 +11,8 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+from collections.abc import Callable
+from typing import Any
 
 
 def load_class(package: str, name: str) -> type:
@@ -49,22 +51,39 @@ def _is_protocol(node: ast.ClassDef) -> bool:
     return any(ast.unparse(base).split("[")[0].endswith("Protocol") for base in node.bases)
 
 
+def load_function(path: str) -> Callable[..., Any]:
+    """What a dotted path `module.function` stands for.
+
+    Raises:
+        ValueError: it stands for nothing that can be called.
+    """
+    chosen = _resolve(path, "give a dotted path 'package.module.function'")
+    if not callable(chosen):
+        raise ValueError(f"{path!r} is no function: give a dotted path 'package.module.function'")
+    return chosen
+
+
 def _load_dotted(package: str, path: str) -> type:
-    module_name, _, class_name = path.rpartition(".")
-    if not all(part.isidentifier() for part in path.split(".")):
-        raise ValueError(f"{path!r} is not a dotted path like 'package.module.Class'; {_choices(package)}")
+    chosen = _resolve(path, _choices(package))
+    if not isinstance(chosen, type):
+        module_name, _, class_name = path.rpartition(".")
+        raise ValueError(f"{path!r}: module {module_name!r} has no class {class_name!r}; {_choices(package)}")
+    return chosen
+
+
+def _resolve(path: str, remedy: str) -> Any:
+    """The attribute at a dotted path, None where the module has none of that name."""
+    module_name, _, name = path.rpartition(".")
+    if not module_name or not all(part.isidentifier() for part in path.split(".")):
+        raise ValueError(f"{path!r} is not a dotted path like 'package.module.Class'; {remedy}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         # A dependency that the user's module lacks is the user's real problem: only a wrong path is reworded.
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"{path!r}: no module {error.name!r} can be imported; {_choices(package)}") from error
-    chosen = getattr(module, class_name, None)
-    is_class = isinstance(chosen, type)
-    if not is_class:
-        raise ValueError(f"{path!r}: module {module_name!r} has no class {class_name!r}; {_choices(package)}")
-    return chosen
+        raise ValueError(f"{path!r}: no module {error.name!r} can be imported; {remedy}") from error
+    return getattr(module, name, None)
 
 
 def _choices(package: str) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
-from nemo_flashrl.config import PluginConfig, RunConfig, settings_of
+from nemo_flashrl.config import RunConfig, settings_of
+from nemo_flashrl.plugins import load_function
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.weights.hf_tensors import HfTensors
@@ -51,7 +52,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     hf_config = _read_model(config)
     folder = open_folder(config, hf_config)
     tokenizer = _load_tokenizer(config, hf_config["vocab_size"])
-    algorithm_class = _load(algorithms.load, config.algorithm, "algorithm")
+    algorithm_class = _load(algorithms.load, config.algorithm.name, "algorithm.name")
     algorithm = algorithm_class(settings_of(algorithm_class, config.algorithm.settings, "algorithm"))
     if config.rollout.batch_size % algorithm.group_size:
         raise ValueError(
@@ -60,7 +61,9 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
         )
     if algorithm.needs_reference:
         raise ValueError("algorithm.settings.kl_coefficient: no reference policy is configured; set it to 0")
-    environment = _load(environments.load, config.environment, "environment")
+    if config.rollout.summarizer:
+        _load(load_function, config.rollout.summarizer, "rollout.summarizer")
+    environment = _load(environments.load, config.environment.name, "environment.name")
     missing = [name for name in ENVIRONMENT_MEMBERS if not hasattr(environment, name)]
     if missing:
         raise ValueError(
@@ -94,11 +97,11 @@ async def _check_prompts(config: RunConfig, parts: Parts) -> None:
             )
 
 
-def _load(loader: Any, plugin: PluginConfig, where: str) -> type:
+def _load(loader: Callable[[str], Any], name: str, where: str) -> Any:
     try:
-        return loader(plugin.name)
+        return loader(name)
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{where}.name={plugin.name!r}: {error}") from error
+        raise ValueError(f"{where}={name!r}: {error}") from error
 
 
 def _check_parallel(config: RunConfig, world_size: int) -> int:

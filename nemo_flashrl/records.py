@@ -40,11 +40,17 @@ class Turn:
 
     action: Generation
     observation_ids: tuple[int, ...] = ()  # [O]
+    starts_segment: bool = False  # True: the observation is a whole new prompt, in place of all that came before
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One whole episode: the prompt, then turns of (action tokens, observation tokens)."""
+    """One whole episode: the prompt, then turns of (action tokens, observation tokens).
+
+    Where the chat template changes what the policy saw earlier, a new segment begins with a prompt of its own; token t
+    of a segment was sampled given the tokens of that segment before it, and no others. Reward, group and gate are the
+    trajectory's.
+    """
 
     prompt_index: int  # position in the prompt stream, counted over epochs: unique in a run
     group: int  # trajectories of one prompt share it (GRPO); equal to prompt_index otherwise
@@ -57,6 +63,7 @@ class Trajectory:
     end_reason: str  # "done" | "turn_limit" | "token_limit" | "environment_error" | ...
     failed: bool  # the environment's word that the task was not solved; not the sign of an advantage
     info: dict[str, Any] = field(default_factory=dict)  # what the environment wants in the trajectory log
+    segment_starts: tuple[int, ...] = (0,)  # ascending places in 0..S-1, the first 0
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.behavior_logprobs), len(self.versions)}
@@ -65,6 +72,12 @@ class Trajectory:
     @property
     def action_count(self) -> int:
         return int(self.action_mask.sum())
+
+    @property
+    def segments(self) -> tuple[slice, ...]:
+        """Where each segment lies in the per-token fields; one of no tokens has one empty segment."""
+        ends = (*self.segment_starts[1:], len(self.token_ids))
+        return tuple(slice(begin, end) for begin, end in zip(self.segment_starts, ends, strict=True))
 
     @property
     def oldest_version(self) -> int:

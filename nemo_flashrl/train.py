@@ -15,6 +15,7 @@ import torch
 
 from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight import Parts, prepare
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.resume import Preempted, RunFolder
@@ -108,14 +109,14 @@ def _dtype(config: RunConfig) -> torch.dtype:
 
 def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
     """The engine, the prompts and the collector that feeds from both; on the collecting rank alone."""
-    from nemo_flashrl.rollout import Engine, TransformersEngine
     from nemo_flashrl.rollout.collector import Collector
     from nemo_flashrl.rollout.draining import DrainingEngine
     from nemo_flashrl.rollout.driver import RolloutDriver
+    from nemo_flashrl.rollout.engines import make_engine
     from nemo_flashrl.rollout.prompts import PromptStream
 
     rollout = config.rollout
-    engine: Engine = TransformersEngine(config.model.path)
+    engine = make_engine(rollout, config.model.path, parts.vocab_size)
     if rollout.mode == "async":
         engine = DrainingEngine(engine)
     collector = Collector(
@@ -144,6 +145,9 @@ def episode_limits(config: RunConfig) -> Limits:
         max_context=config.model.context_length,
         max_observation_tokens=rollout.max_observation_tokens,
         step_timeout=rollout.step_timeout,
+        episode_timeout=rollout.episode_timeout,
+        keep_observation=rollout.keep_observation,
+        summarize=load_function(rollout.summarizer) if rollout.summarizer else None,
     )
 
 
@@ -159,14 +163,15 @@ def episode_sampling(config: RunConfig, parts: Parts) -> Sampling:
 def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) -> Any:
     """The data module that turns collected batches into microbatches."""
     from nemo_flashrl.data import LengthBatcher, RolloutDataModule
+    from nemo_flashrl.data.context_parallel import length_multiple
     from nemo_flashrl.data.length_batcher import BatchingSettings
 
-    multiple = config.parallel.tensor if config.parallel.sequence else 1
+    parallel = config.parallel
     batcher = LengthBatcher(
         BatchingSettings(
             max_tokens_per_microbatch=config.batching.max_tokens_per_microbatch,
             layout=config.batching.layout,
-            multiple=multiple,
+            multiple=length_multiple(parallel.tensor, parallel.sequence, parallel.context),
             context_length=config.model.context_length,
             context_margin=config.batching.context_margin,
             on_too_long=config.batching.on_too_long,
@@ -185,7 +190,7 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     """What acts around an optimizer step, in this order."""
     from nemo_flashrl.callbacks import RLMetricsCallback, RunCheckpoint, WeightRefitCallback
 
-    refit = WeightRefitCallback(driver, parts.vocab_size)
+    refit = WeightRefitCallback(driver, parts.vocab_size, probed=config.rollout.engine != "transformers")
     metrics = RLMetricsCallback(
         Path(config.output),
         data,
@@ -217,6 +222,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
         strategy=platform.make_strategy(
             tensor_model_parallel_size=config.parallel.tensor,
             pipeline_model_parallel_size=config.parallel.pipeline,
+            context_parallel_size=config.parallel.context,
             sequence_parallel=config.parallel.sequence,
             overlap_gradients=config.parallel.overlap_gradients,
             pipeline_dtype=_dtype(config),

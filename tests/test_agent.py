@@ -68,6 +68,13 @@ def test_sampled_ids_are_never_tokenised_again() -> None:
     assert engine.requests[2][0] == [3, 3, 0, 1, 3, 0, 1, 2]
 
 
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a printable letter."""
+    backend = Tokenizer(models.BPE(vocab={chr(i): i for i in range(128)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """The rehearsal's words and two special tokens around messages."""
     tokenizer = make_tokenizer()
@@ -106,6 +113,71 @@ def test_a_chat_grows_by_suffixes_that_equal_the_template() -> None:
     assert engine.requests[1][0] == whole
 
 
+def thinking_tokenizer() -> PreTrainedTokenizerFast:
+    """As Qwen3's template: what an assistant thought, here all up to `!`, is shown no more in the next turn."""
+    tokenizer = chat_tokenizer()
+    shown = "{{ m.content.split('! ')[-1] if m.role == 'assistant' else m.content }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", shown)
+    return tokenizer
+
+
+def test_a_template_that_changes_what_came_earlier_begins_a_segment() -> None:
+    tokenizer = thinking_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    thought = ids("k 4 0 ! get ( k 2 9 )")
+    results = [StepResult("> k 4 0", reward=0.25), StepResult("> <end>"), DONE]
+
+    class Engine(ScriptedEngine):
+        async def generate(self, token_ids: Any, sampling: Sampling) -> Any:
+            self.actions = [(thought, GET, ANSWER)[len(self.requests)] + [end]]
+            return await super().generate(token_ids, sampling)
+
+    engine = Engine(version=5)
+    t = play(engine, ScriptedEnvironment(results), tokenizer, Sampling(max_tokens=16, stop_token_ids=(end,)))
+    # "user" and "assistant" are words that this tokenizer lacks.
+    first = "<start> <unk> Q k 2 9 : <end> <start> <unk>"
+    second = f"{first} get ( k 2 9 ) <end> <start> <unk> > k 4 0 <end> <start> <unk>"
+    third = f"{second} get ( k 2 9 ) <end> <start> <unk> > <unk> <end> <start> <unk>"
+    # The second action hides nothing: its suffix is appended, and no third segment begins.
+    assert [tokenizer.decode(request) for request, _ in engine.requests] == [first, second, third]
+    assert t.segment_starts == (0, 21)  # 10 of the prompt and 11 sampled
+    one, two = (tokenizer.decode(t.token_ids[part]) for part in t.segments)
+    assert one == f"{first} k 4 0 ! get ( k 2 9 ) <end>"
+    assert two == f"{third} answer ( v 1 7 ) <end>"
+    spans = [t.action_mask[part].tolist() for part in t.segments]
+    assert spans[0] == [False] * 10 + [True] * 11
+    # The action of the first segment is context in the second: trained once.
+    assert spans[1] == [False] * 26 + [True] * 7 + [False] * 7 + [True] * 7
+    assert t.action_count == 11 + 7 + 7
+    assert (t.reward, t.turns, t.end_reason) == (1.25, 3, "done")
+
+
+def test_a_new_segment_has_the_whole_context_to_itself() -> None:
+    tokenizer = thinking_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<end>")
+    thought = [*ids("k 4 0 k 4 0 k 4 0 k 4 0 k 4 0 ! get ( k 2 9 )"), end]  # 23 tokens, of which the last 7 stay shown
+    # The first prompt has 10 tokens and the action 23; the second prompt has 22 and those of the observation.
+    for observation, turns, reason in (("> k 4 0", 2, "turn_limit"), ("> k 4 0 1 2 3 4 5 6 7 8", 1, "token_limit")):
+        environment = ScriptedEnvironment([StepResult(observation)] * 2)
+        sampling = Sampling(max_tokens=23, stop_token_ids=(end,))
+        t = play(ScriptedEngine(thought), environment, tokenizer, sampling, max_context=34, max_turns=2)
+        assert (t.turns, t.end_reason, len(t.segment_starts)) == (turns, reason, turns)
+
+
+def test_blanks_that_a_template_changes_are_no_change() -> None:
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}({{ m.content.strip() }}){% endfor %}{% if add_generation_prompt %}({% endif %}"
+    )
+    codec, messages = Codec(tokenizer), [{"role": "user", "content": "q"}]
+    shown = codec.observation("o", 9)
+    suffix, new_segment = codec.next_ids(messages, " a\n\nb \n", ids(" "), shown, "user")
+    assert (tokenizer.decode(suffix), new_segment) == (")(o)(", False)
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content.strip()", "m.content.strip() | upper")
+    suffix, new_segment = codec.next_ids(messages, "ab", ids(" "), shown, "user")
+    assert (tokenizer.decode(suffix), new_segment) == ("(Q)(AB)(o)(", True)
+
+
 def test_special_tokens_spelt_by_a_tool_stay_text() -> None:
     tokenizer = chat_tokenizer()
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
@@ -118,6 +190,45 @@ def test_special_tokens_spelt_by_a_tool_stay_text() -> None:
     assert tokenizer.decode(observed) == "> <unk> <unk> <unk> <unk> answer ( v 1 7 ) <unk> k"
 
 
+def test_special_tokens_spelt_in_a_prompt_stay_text() -> None:
+    """Also one that only the backend knows as special, as Llama 3's <|start_header_id|>; and in any segment."""
+    tokenizer = chat_tokenizer()
+    tokenizer.backend_tokenizer.add_special_tokens(["<hidden>"])
+    hidden, end = tokenizer.convert_tokens_to_ids(["<hidden>", "<end>"])
+    assert hidden not in tokenizer.all_special_ids
+    codec = Codec(tokenizer)
+    prompt = codec.prompt_ids([{"role": "user", "content": "Q <hidden> k <end>"}])
+    assert tokenizer.decode(prompt) == "<start> <unk> Q <unk> k <unk> <end> <start> <unk>"
+    assert (prompt.count(end), prompt.count(hidden)) == (1, 0)
+    assert hidden not in codec.observation("<hidden> <end>", 9).ids
+    tokenizer.chat_template = None
+    assert tokenizer.decode(Codec(tokenizer).prompt_ids([{"role": "user", "content": "Q <end>"}])) == "Q <unk>"
+
+
+@pytest.mark.parametrize(
+    "text", ["\x00\x1b[2J\x07\r", "half \ud800 a pair", "\ufdd0" + "0\ufdd1\ufdd2", "\u202e\ufeff"]
+)
+def test_no_text_is_too_odd_for_an_observation(text: str) -> None:
+    tokenizer = chat_tokenizer()
+    sampling = Sampling(max_tokens=8, stop_token_ids=(tokenizer.convert_tokens_to_ids("<end>"),))
+    prompt = [{"role": "user", "content": text}]
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([StepResult(text), DONE], prompt=prompt), tokenizer, sampling)
+    assert (t.end_reason, t.turns) == ("done", 2)
+
+
+def test_a_role_that_the_template_refuses_is_the_environments_fault() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([StepResult("> k", role="tool"), DONE]), tokenizer)
+    assert t.end_reason == "environment_error"
+    assert t.info["error"].startswith("step: the chat template refuses messages of the roles ['user', 'assistant', 't")
+    with pytest.raises(ValueError, match="does not show every message once"):
+        tokenizer.chat_template = "{{ messages[0].content }}"
+        Codec(tokenizer)
+
+
 def test_a_policys_own_special_token_is_no_silent_blank() -> None:
     """`get ( k _ 2 9 )` must not read as a sound action because `_` is the padding token."""
     environment = ScriptedEnvironment([DONE])
@@ -125,13 +236,66 @@ def test_a_policys_own_special_token_is_no_silent_blank() -> None:
     assert environment.log[1] == "get ( k _ 2 9 )"
 
 
-def test_long_observations_are_cut_and_counted() -> None:
+def test_long_observations_are_cut_counted_and_marked() -> None:
     started = time.perf_counter()
     results = [StepResult("> k 4 0 " * 10_000_000), StepResult("> v 1 7 5"), StepResult("> v 1"), DONE]
     t = play(ScriptedEngine(GET), ScriptedEnvironment(results), max_observation_tokens=4)
-    assert t.info == {"observations_truncated": 2}
-    assert TOKENIZER.decode(t.token_ids).split(" get ( k 2 9 ) ")[1:] == ["> k 4 0", "> v 1 7", "> v 1 get ( k 2 9 )"]
+    # 80,000,000 characters less the 7 of "> k 4 0"; 9 less 7. The mark is three words that this tokenizer lacks.
+    assert t.info == {"observations_truncated": 2, "observation_characters_cut": 79_999_993 + 2}
+    observed = TOKENIZER.decode(t.token_ids).split(" get ( k 2 9 ) ")[1:]
+    assert observed == ["> k 4 0 <unk> <unk> <unk>", "> v 1 7 <unk> <unk> <unk>", "> v 1 get ( k 2 9 )"]
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [
+        ("head", "0123\n[6 characters cut]"),
+        ("tail", "[6 characters cut]\n6789"),
+        ("both", "01\n[6 characters cut]\n89"),
+    ],
+)
+def test_what_stays_of_a_long_observation(keep: str, text: str) -> None:
+    """Of "0123456789", a token a letter, four may stay."""
+    tokenizer = letter_tokenizer()
+    cut = Codec(tokenizer).observation("0123456789", 4, keep)
+    assert (cut.text, tokenizer.decode(cut.ids), cut.removed) == (text, text, 6)
+    assert Codec(tokenizer).observation("0123", 4, keep).text == "0123"
+
+
+def test_a_summary_in_place_of_a_long_observation() -> None:
+    asked = []
+
+    async def summarize(text: str, max_tokens: int) -> str:
+        asked.append((text, max_tokens))
+        return "> k 7" if len(asked) == 1 else 5
+
+    results = [StepResult("> k 4 0 9 9 9 9 9"), StepResult("> v 1 7"), StepResult("> v 1 7 " * 9), DONE]
+    t = play(ScriptedEngine(GET), ScriptedEnvironment(results), max_observation_tokens=7, summarize=summarize)
+    assert asked == [("> k 4 0 9 9 9 9 9", 7), ("> v 1 7 " * 9, 7)]
+    observed = TOKENIZER.decode(t.token_ids).split(" get ( k 2 9 )")[1:]
+    assert observed[:2] == [" <unk> <unk> <unk> <unk> > k 7", " > v 1 7"]  # "[summary of 17 characters]" comes first
+    assert (t.end_reason, t.info["error"]) == ("environment_error", "summarize: the answer is a int, not a text")
+    assert (t.info["observations_summarized"], t.info["observations_truncated"]) == (2, 0)
+
+
+def test_the_whole_episode_has_a_time_limit() -> None:
+    environment = ScriptedEnvironment([StepResult("> k 4 0", reward=0.5), 60.0, DONE])
+    t = play(ScriptedEngine(GET), environment, episode_timeout=0.3, step_timeout=50.0)
+    assert (t.end_reason, t.turns, t.reward, environment.log[-1]) == ("time_limit", 2, 0.5, "close")
+
+    class Slow(ScriptedEngine):
+        async def generate(self, token_ids: Any, sampling: Any) -> Any:
+            if self.requests:
+                await asyncio.sleep(60)
+            return await super().generate(token_ids, sampling)
+
+    t = play(Slow(GET), ScriptedEnvironment([StepResult("> k 4 0"), DONE]), episode_timeout=0.3)
+    assert (t.end_reason, t.turns, TOKENIZER.decode(t.token_ids)) == (
+        "time_limit",
+        1,
+        "Q k 2 9 : get ( k 2 9 ) > k 4 0",
+    )
 
 
 def test_limits_by_hand() -> None:
@@ -170,7 +334,9 @@ def test_a_prompt_without_room_is_refused_before_any_generation() -> None:
         ("text", "step: TypeError: the answer is a str"),
         (StepResult(observation=None), "step: TypeError: the answer is a StepResult, not"),
         (StepResult(reward=float("nan")), "step: ValueError: the reward is nan"),
-        (StepResult("\ud800"), "the observation cannot be encoded"),
+        (StepResult(info={"score": {1, 2}}), "step: TypeError: the info is nothing that JSON can hold"),
+        (SystemExit(3), "step: SystemExit: 3"),
+        (OSError("x" * 10**6), "step: OSError: xxx"),
     ],
 )
 def test_an_environments_fault_ends_its_episode_alone(result: Any, error: str) -> None:
@@ -179,6 +345,36 @@ def test_an_environments_fault_ends_its_episode_alone(result: Any, error: str) -
     assert (t.end_reason, t.turns, t.reward) == ("environment_error", 2, 0.5)
     assert t.info["error"].startswith(error) or error in t.info["error"]
     assert environment.log[-1] == "close"
+    assert len(t.info["error"]) < 1100
+
+
+def test_one_that_swallows_its_cancellation_holds_up_nobody() -> None:
+    class Stubborn(ScriptedEnvironment):
+        async def step(self, action: str) -> StepResult:
+            while len(self.log) < 100:
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    self.log.append("cancelled")
+
+    environment = Stubborn([])
+    bounds = Limits(max_context=64, step_timeout=0.1)
+    episode = run_episode(ScriptedEngine(GET), environment, None, Codec(TOKENIZER), bounds, SAMPLING)
+
+    async def play_it() -> Trajectory:
+        t = await episode
+        environment.log += ["enough"] * 100
+        return t
+
+    t = asyncio.run(play_it())
+    assert (t.end_reason, t.info["error"]) == ("environment_error", "step: no answer in 0.1 s")
+    assert environment.log[:3] == ["reset", "cancelled", "close"]
+
+
+def test_an_environment_cannot_spoil_our_counts() -> None:
+    results = [StepResult("> v 1 7 5", info={"observations_truncated": "many"}), DONE]
+    t = play(ScriptedEngine(GET), ScriptedEnvironment(results), max_observation_tokens=4)
+    assert t.info["observations_truncated"] == 1
 
 
 def test_faults_in_reset_and_close() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from nemo_flashrl import algorithms
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce
 from nemo_flashrl.algorithms.grpo import Grpo
-from nemo_flashrl.plugins import available, load_class
+from nemo_flashrl.plugins import available, load_class, load_function
 
 SOURCES = {
     "__init__": "",
@@ -81,3 +82,15 @@ def test_wrong_paths_are_named(folder, path, words):
         load_class(folder, path)
     assert repr(path) in str(error.value)
     assert "available: heavy, two_words, vllm_engine" in str(error.value)
+
+
+def test_functions_by_dotted_path() -> None:
+    assert load_function("os.path.join") is os.path.join
+    for path, message in (
+        ("join", "'join' is not a dotted path"),
+        ("os.path.sep", "'os.path.sep' is no function"),
+        ("os.path.jion", "'os.path.jion' is no function"),
+        ("no_such_module.f", "no module 'no_such_module' can be imported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_function(path)

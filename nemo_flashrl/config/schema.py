@@ -44,6 +44,7 @@ class ParallelConfig:
 
     tensor: int = within(1, 1)
     pipeline: int = within(1, 1)
+    context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
     overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
 
@@ -83,6 +84,10 @@ class RolloutConfig:
     """How trajectories are made."""
 
     batch_size: int = within(64, 1)  # trajectories of one optimizer step (B)
+    engine: str = one_of("transformers", "vllm", "sglang")  # in this process | over HTTP: see `servers`
+    servers: list[str] = field(default_factory=list)  # URLs, of vllm or sglang
+    server_timeout: float = within(300.0, ABOVE_ZERO)  # seconds to come up, to load weights, to come back
+    weights_folder: str | None = None  # where servers find new weights; None: a folder in shared memory
     mode: str = one_of("sync", "async", "in_flight")  # new weights: nothing runs | between actions | between tokens
     max_in_flight: int = within(0, 0)  # episodes running at a time; 0 means batch_size
     lag: int = within(0, 0)  # sync: batches collected ahead of the one in training; 0 is on-policy
@@ -93,6 +98,9 @@ class RolloutConfig:
     max_observation_tokens: int = within(2048, 1)
     stop: list[str] = field(default_factory=list)  # tokens that end an action, beside the end-of-sequence token
     step_timeout: float = within(60.0, ABOVE_ZERO)  # seconds an environment may take to answer
+    episode_timeout: float | None = within(None, ABOVE_ZERO)  # seconds of a whole episode, generation included
+    keep_observation: str = one_of("head", "tail", "both")  # what stays of an observation that is too long
+    summarizer: str | None = None  # async function (text, max_tokens) -> text by dotted path, asked before it is cut
 
 
 @dataclass

@@ -17,7 +17,8 @@ class StepResult:
     reward: float = 0.0
     done: bool = False
     success: bool | None = None  # set on the last step where "solved" is known; else reward > 0 decides
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)  # for the trajectory log: what JSON can hold
+    role: str = "user"  # of the message that shows the observation: "tool" where the chat template knows it
 
 
 @runtime_checkable

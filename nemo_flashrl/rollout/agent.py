@@ -8,19 +8,21 @@ environment.reset -> prompt ids --> engine.generate -> action ids --> environmen
 from __future__ import annotations
 
 import asyncio
-import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from nemo_flashrl.environments.environment import Environment, Message, StepResult
 from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory, Turn
-from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.codec import Codec, Observation
 from nemo_flashrl.rollout.engine import Engine
+from nemo_flashrl.rollout.untrusted import EnvironmentFailure, ask, reset, step
 
-T = TypeVar("T")
+Summarize = Callable[[str, int], Awaitable[str]]  # (observation, tokens it may have) -> what stands in its place
+KEEP = ("head", "tail", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,36 +30,45 @@ class Limits:
     """What bounds an episode; `Sampling.max_tokens` bounds each of its actions."""
 
     max_turns: int = 8
-    max_context: int = 4096  # tokens of prompt, actions and observations together
-    max_observation_tokens: int = 1024  # of one tool answer; the rest is cut and counted
+    max_context: int = 4096  # tokens of prompt, actions and observations together, in one segment
+    max_observation_tokens: int = 1024  # of one tool answer; the rest is cut, counted, and marked in the text
     step_timeout: float = 60.0  # seconds for one reset, step or close of the environment
+    episode_timeout: float | None = None  # seconds for the whole episode, generation included
+    keep_observation: str = "head"  # what stays of a longer answer: "head" | "tail" | "both", half of each
+    summarize: Summarize | None = None  # asked for a shorter text before anything is cut
 
     def __post_init__(self) -> None:
-        for name in ("max_turns", "max_context", "max_observation_tokens", "step_timeout"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"limits: {name}={getattr(self, name)} must be above 0")
+        for name in ("max_turns", "max_context", "max_observation_tokens", "step_timeout", "episode_timeout"):
+            value = getattr(self, name)
+            if not (value is None or value > 0):
+                raise ValueError(f"limits: {name}={value} must be above 0")
+        if self.keep_observation not in KEEP:
+            raise ValueError(f"limits: keep_observation={self.keep_observation!r} must be one of {', '.join(KEEP)}")
 
 
 @dataclass(slots=True)
 class _Episode:
     """What has happened so far."""
 
+    messages: list[Message] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     reward: float = 0.0
     success: bool | None = None  # the environment's word, where it has one
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)  # the environment's
+    counts: Counter[str] = field(default_factory=Counter)  # ours
 
     @property
-    def token_ids(self) -> list[int]:
+    def context(self) -> list[int]:
+        """The ids that the policy sees now: those of the last segment."""
         ids = list(self.prompt)
         for turn in self.turns:
-            ids += [*turn.action.token_ids, *turn.observation_ids]
+            if turn.starts_segment:
+                ids.clear()
+            else:
+                ids += turn.action.token_ids
+            ids += turn.observation_ids
         return ids
-
-
-class _EnvironmentFailure(Exception):
-    """The environment raised, took too long, or answered with something that is no answer."""
 
 
 async def run_episode(
@@ -76,21 +87,27 @@ async def run_episode(
 
     `sample` counts the episodes of one prompt; it, `seed`, `prompt_index` and the turn fix each request's randomness
     (`sampling.seed` is not used). A fault of the environment ends the episode with "environment_error", the reward so
-    far and `info["error"]`.
+    far and `info["error"]`; `limits.episode_timeout` with "time_limit" and the turns that were complete.
 
     Raises:
         ValueError: the prompt leaves no room in `limits.max_context`.
         Whatever the engine raises.
     """
     episode, identity = _Episode(), (seed, prompt_index, sample)
+    timer = asyncio.timeout(limits.episode_timeout)
     try:
-        end_reason = await _play(engine, environment, task, codec, limits, sampling, episode, identity)
-    except _EnvironmentFailure as failure:
+        async with timer:
+            end_reason = await _play(engine, environment, task, codec, limits, sampling, episode, identity)
+    except EnvironmentFailure as failure:
         end_reason, episode.info["error"] = "environment_error", str(failure)
+    except TimeoutError:
+        if not timer.expired():  # the engine's own
+            raise
+        end_reason = "time_limit"
     finally:
         try:
-            await _guarded("close", limits.step_timeout, environment.close)
-        except _EnvironmentFailure as failure:
+            await ask("close", limits.step_timeout, environment.close)
+        except EnvironmentFailure as failure:
             episode.info["close_error"] = str(failure)
     return _trajectory(episode, end_reason, prompt_index)
 
@@ -112,84 +129,80 @@ async def _play(
     identity: tuple[int, int, int],
 ) -> str:
     """Fill `episode` turn by turn; returns its end reason."""
-    messages = await _guarded("reset", limits.step_timeout, _reset, environment, task)
-    episode.prompt = codec.prompt_ids(messages)
+    episode.messages = await ask("reset", limits.step_timeout, reset, environment, task)
+    episode.prompt = _encoded("reset", codec.prompt_ids, episode.messages)
     if len(episode.prompt) >= limits.max_context:
         raise ValueError(
             f"a prompt of {len(episode.prompt)} tokens leaves no room in max_context={limits.max_context}: "
             f"raise it or shorten the prompt"
         )
-    for turn in range(limits.max_turns):
-        token_ids = episode.token_ids
-        room = limits.max_context - len(token_ids)
-        request = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=turn_seed(*identity, turn))
-        action = await engine.generate(token_ids, request)
+    for number in range(limits.max_turns):
+        context = episode.context
+        room = limits.max_context - len(context)
+        request = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=turn_seed(*identity, number))
+        action = await engine.generate(context, request)
         episode.turns.append(Turn(action))
         text = codec.action_text(action.token_ids, sampling.stop_token_ids)
-        result = await _guarded("step", limits.step_timeout, _step, environment, text)
-        episode.reward += result.reward
+        result = await ask("step", limits.step_timeout, step, environment, text)
+        episode.reward += float(result.reward)
         episode.success = result.success
         episode.info.update(result.info)
         if result.done:
             return "done"
-        if turn + 1 < limits.max_turns:
-            observation = _encode(codec, result.observation, action.token_ids, limits, episode)
-            if len(token_ids) + len(action.token_ids) + len(observation) >= limits.max_context:
+        if number + 1 < limits.max_turns:
+            turn = await _observe(codec, episode, text, result, limits)
+            kept = 0 if turn.starts_segment else len(context) + len(action.token_ids)
+            if kept + len(turn.observation_ids) >= limits.max_context:
                 return "token_limit"
-            episode.turns[-1] = Turn(action, tuple(observation))
+            episode.turns[-1] = turn
     return "turn_limit"
 
 
-async def _reset(environment: Environment, task: Any) -> list[Message]:
-    messages = await environment.reset(task)
-    if not messages or not all(isinstance(message["content"], str) for message in messages):
-        raise TypeError("the prompt is no list of messages with a text each")
-    return messages
+async def _observe(codec: Codec, episode: _Episode, said: str, result: StepResult, limits: Limits) -> Turn:
+    """The last turn with what the policy sees next, which `episode.messages` then show too."""
+    action = episode.turns[-1].action
+    seen = await _shortened(codec, result.observation, limits, episode.counts)
+    ids, new_segment = _encoded("step", codec.next_ids, episode.messages, said, action.token_ids, seen, result.role)
+    episode.messages = [
+        *episode.messages,
+        {"role": "assistant", "content": said},
+        {"role": result.role, "content": seen.text},
+    ]
+    return Turn(action, tuple(ids), new_segment)
 
 
-async def _step(environment: Environment, action: str) -> StepResult:
-    result = await environment.step(action)
-    if not (isinstance(result, StepResult) and isinstance(result.observation, str) and isinstance(result.info, dict)):
-        raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult with a text and a dict")
-    if not math.isfinite(result.reward):
-        raise ValueError(f"the reward is {result.reward}")
-    return result
+async def _shortened(codec: Codec, text: str, limits: Limits, counts: Counter[str]) -> Observation:
+    size, keep = limits.max_observation_tokens, limits.keep_observation
+    seen = codec.observation(text, size, keep)
+    if not seen.removed:
+        return seen
+    if limits.summarize is not None:
+        counts["observations_summarized"] += 1
+        summary = await ask("summarize", limits.step_timeout, limits.summarize, text, size)
+        if not isinstance(summary, str):
+            raise EnvironmentFailure(f"summarize: the answer is a {type(summary).__name__}, not a text")
+        seen = codec.observation(f"[summary of {len(text)} characters]\n{summary}", size, keep)
+    counts["observations_truncated"] += bool(seen.removed)
+    counts["observation_characters_cut"] += seen.removed
+    return seen
 
 
-async def _guarded(name: str, timeout: float, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-    """Await one call of the environment, which is not ours: whatever it raises ends this episode, not the run."""
-    timer = asyncio.timeout(timeout)
+def _encoded(where: str, encode: Callable[..., Any], *arguments: Any) -> Any:
+    """What a chat template refuses, say a role, is the environment's fault."""
     try:
-        async with timer:
-            return await function(*arguments)
-    except asyncio.CancelledError as error:
-        if asyncio.current_task().cancelling():  # it is the episode that is cancelled, from outside
-            raise
-        raise _EnvironmentFailure(f"{name}: cancelled itself") from error
-    except Exception as error:
-        late = isinstance(error, TimeoutError) and timer.expired()
-        what = f"no answer in {timeout} s" if late else f"{type(error).__name__}: {error}"
-        raise _EnvironmentFailure(f"{name}: {what}") from error
-
-
-def _encode(
-    codec: Codec, observation: str, action_ids: tuple[int, ...], limits: Limits, episode: _Episode
-) -> list[int]:
-    try:
-        ids, cut = codec.observation_ids(observation, action_ids, limits.max_observation_tokens)
-    except (TypeError, UnicodeError) as error:  # what is no text, like half a surrogate pair, cannot be encoded
-        raise _EnvironmentFailure(f"step: the observation cannot be encoded: {error}") from error
-    if cut:
-        episode.info["observations_truncated"] = episode.info.get("observations_truncated", 0) + 1
-    return ids
+        return encode(*arguments)
+    except ValueError as error:
+        raise EnvironmentFailure(f"{where}: {error}") from error
 
 
 def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajectory:
     """Lay the turns out flat: the place where a token's mask, log-prob and version are born."""
-    token_ids = list(episode.prompt)
+    token_ids, starts = list(episode.prompt), [0]
     mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [NO_VERSION] * len(token_ids)
     for turn in episode.turns:
         sampled, observed = len(turn.action.token_ids), len(turn.observation_ids)
+        if turn.starts_segment:
+            starts.append(len(token_ids) + sampled)
         token_ids += [*turn.action.token_ids, *turn.observation_ids]
         mask += [True] * sampled + [False] * observed
         logprobs += [*turn.action.logprobs, *[0.0] * observed]
@@ -206,5 +219,6 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajec
         turns=len(episode.turns),
         end_reason=end_reason,
         failed=not solved,
-        info=episode.info,
+        info={**episode.info, **episode.counts},
+        segment_starts=tuple(starts),
     )
