@@ -1,4 +1,4 @@
-"""The command line: `flashrl train`, `flashrl rehearse`."""
+"""The command line: `flashrl COMMAND`; `flashrl --help` lists them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+from nemo_flashrl.diagnostics.commands import add_doctor, add_report
+from nemo_flashrl.rollout_server.command import add_serve_rollout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     rehearse.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for `flashrl train`")
     rehearse.set_defaults(run=_rehearse)
+    add_serve_rollout(commands)
+    add_report(commands)
+    add_doctor(commands)
     return parser
 
 

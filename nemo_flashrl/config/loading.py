@@ -58,6 +58,11 @@ def save(config: RunConfig, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
+def read_plain(path: Path) -> dict[str, Any]:
+    """The keys of a configuration that `save` wrote, unchecked: an older version may have named them otherwise."""
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
 def _hydra_override(override: str) -> str:
     """A field that the file leaves at its default may be set too; the typed merge refuses what is no field."""
     key, separator, _ = override.partition("=")

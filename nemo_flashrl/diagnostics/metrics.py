@@ -38,7 +38,8 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], policy_version: int) 
     rewards = np.array([t.reward for t in trajectories], dtype=np.float64)
     lengths = np.array([len(t.token_ids) for t in trajectories])
     actions = np.array([t.action_count for t in trajectories])
-    counts, edges = np.histogram(rewards, bins=HISTOGRAM_BINS)
+    lowest, highest = float(rewards.min()), float(rewards.max())
+    counts, edges = np.histogram(rewards, bins=HISTOGRAM_BINS if lowest < highest else [lowest, highest])
     repeated = sum(repeated_token_share(t) * count for t, count in zip(trajectories, actions, strict=True))
     return {
         "reward_mean": float(rewards.mean()),
