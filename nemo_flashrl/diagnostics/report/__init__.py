@@ -21,7 +21,7 @@ def write_report(runs: Sequence[Path], output: Path) -> Path:
     """
     page = build_page(page_data(runs))
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    output.write_text(page, encoding="utf-8", errors="replace")
     return output
 
 
@@ -31,7 +31,7 @@ def build_page(data: dict[str, Any]) -> str:
     Text from a trajectory is untrusted: no `<` of the data stands in the page as one, so none can end the element that
     holds it, and the scripts hand every text to the page as text.
     """
-    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
     scripts = "\n".join((HERE / name).read_text(encoding="utf-8") for name in SCRIPTS)
     before, marker, after = (HERE / "page.html").read_text(encoding="utf-8").partition("/*DATA*/")
     assert marker, "page.html has no place for the data"

@@ -16,7 +16,7 @@ from nemo_flashrl.diagnostics.run_folder import RunRecord, read_run
 
 MAX_POINTS = 2000  # steps of one run on the page; a longer one is shown every n-th
 MAX_TRAJECTORIES = 40_000  # of all runs
-MAX_SAMPLE_CHARACTERS = 8_000_000  # of all runs
+MAX_SAMPLE_CHARACTERS = 4_000_000  # of all runs
 MAX_SEGMENT_CHARACTERS = 20_000
 HEAT_BINS = 20
 COLUMNS = [
