@@ -1,43 +1,282 @@
-"""The driver: what is saved, what counts as trained."""
+"""The driver: rollouts beside a training thread, weights under way, what is saved, and every way to end."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
-from doubles import ScriptedEngine
-from test_rollout import GET, collector, numbers
+import torch
+from doubles import ScriptedEngine, ScriptedEnvironment
+from test_rollout import DONE, GET, collector, numbers
 
+from nemo_flashrl.records import Batch
+from nemo_flashrl.rollout.draining import DrainingEngine
 from nemo_flashrl.rollout.driver import RolloutDriver
 
+DEADLINE = 20.0  # seconds for what takes milliseconds
 
-def driver(lag: int = 0, **settings) -> RolloutDriver:
-    engine = ScriptedEngine(GET)
-    return RolloutDriver(engine, collector(engine, batch_size=4, **{"max_in_flight": 4, **settings}), lag=lag)
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., RolloutDriver]]:
+    """Drivers of batches of four that are closed whatever happens, and leave no thread."""
+    drivers = []
+
+    def start(engine: Any = None, make_environment: Any = None, *, lag: int = 0, **settings: Any) -> RolloutDriver:
+        engine = engine or ScriptedEngine(GET)
+        make_environment = make_environment or (lambda: ScriptedEnvironment([DONE]))
+        settings = {"batch_size": 4, "max_in_flight": 4, **settings}
+        drivers.append(RolloutDriver(engine, collector(engine, make_environment, **settings), lag=lag))
+        return drivers[-1]
+
+    yield start
+    for driver in drivers:
+        driver.close()
+    assert "rollouts" not in [thread.name for thread in threading.enumerate()]
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_a_prompt_is_finished_when_its_batch_was_trained(lag: int) -> None:
+def test_a_prompt_is_finished_when_its_batch_was_trained(start, lag: int) -> None:
     """Two batches of four trained, a third in training, `lag` more collected ahead: 8 prompts are done for good."""
-    before = driver(lag)
-    try:
-        for version in range(3):
-            assert numbers(before.collect(version)) == [4 * version + i for i in range(4)]
-            if version < 2:
-                before.trained()
-        state = json.loads(json.dumps(before.state_dict()))  # plain data
-    finally:
-        before.close()
+    before = start(lag=lag)
+    for version in range(3):
+        before.load_weights([], version)
+        batch = before.collect(version)
+        assert numbers(batch) == [4 * version + i for i in range(4)]
+        assert batch.metrics["staleness_max"] == min(version, lag)
+        if version < 2:
+            before.trained()
+    state = json.loads(json.dumps(before.state_dict()))  # plain data
     assert state["prompts"]["position"] == 12 + 4 * lag
     assert state["prompts"]["unfinished"] == list(range(8, 12 + 4 * lag))
     assert state["totals"] == {"trajectories_trained": 8}
-    after = driver(lag)
+    after = start(lag=lag)
     after.load_state_dict(state)
-    try:
-        assert numbers(after.collect(2)) == [8, 9, 10, 11]
+    assert numbers(after.collect(2)) == [8, 9, 10, 11]
+    after.trained()
+    assert after.state_dict()["totals"] == {"trajectories_trained": 12}
+    with pytest.raises(AssertionError, match="no batch is in training"):
         after.trained()
-        assert after.state_dict()["totals"] == {"trajectories_trained": 12}
-        with pytest.raises(AssertionError, match="no batch is in training"):
-            after.trained()
-    finally:
-        after.close()
+
+
+def test_rollouts_go_on_while_the_trainer_trains_and_wait_for_it_at_last(start) -> None:
+    """Six in flight, batches of four: before the trainer asks again 4 to 4 + 6 wait for it; what was in flight, queued
+    and in training when the state was saved comes first after a resume."""
+    driver = start(max_in_flight=6, streaming=True)
+    ended = driver.collector._count_ended
+    batch = driver.collect(0)
+    until(lambda: ended() >= 4 and not driver.collector._running)
+    time.sleep(0.05)
+    assert 4 <= ended() <= 10
+    state = driver.state_dict()["prompts"]
+    assert state["unfinished"] == list(range(state["position"]))
+    driver.trained()
+    unfinished = driver.state_dict()["prompts"]["unfinished"]
+    assert unfinished == sorted(set(range(state["position"])) - set(numbers(batch)))
+    following = driver.collect(1)
+    assert set(numbers(following)) <= set(unfinished)
+    assert following.metrics["queue_depth"] == state["position"] - 8 - following.metrics["episodes_in_flight"]
+    assert following.metrics["rollouts_wait_seconds"] >= 0.05
+    assert following.metrics["staleness_1"] == 1.0
+    assert following.metrics["total_trajectories_trained"] == 4
+    resumed = start(max_in_flight=6, streaming=True)
+    resumed.load_state_dict({"prompts": {**state, "unfinished": unfinished}, "totals": {}})
+    assert set(numbers(resumed.collect(1))) <= set(unfinished)
+
+
+def test_groups_are_bounded_too(start) -> None:
+    """Groups of 2 and 3 places: at most 4 + 2 x 3 trajectories are finished and not handed over."""
+    driver = start(max_in_flight=3, streaming=True, group_size=2)
+    for version in range(5):
+        batch = driver.collect(version)
+        assert [n for n, m in zip(numbers(batch)[::2], numbers(batch)[1::2], strict=True) if n != m] == []
+        driver.trained()
+        until(lambda: not driver.collector._running)
+        assert 4 <= driver.collector._count_ended() <= 10
+
+
+class SlowEngine(ScriptedEngine):
+    """Tokens of an action come at a word from outside, each with the version of that moment."""
+
+    def __init__(self) -> None:
+        super().__init__(GET)
+        self.asked = self.loads = 0
+        self.gate = threading.Event()
+
+    async def generate(self, token_ids: Any, sampling: Any) -> Any:
+        self.asked += 1
+        first = self.version
+        while not self.gate.is_set():
+            await asyncio.sleep(0.001)
+        answer = await super().generate(token_ids, sampling)
+        return type(answer)(answer.token_ids, answer.logprobs, (first, *answer.versions[1:]), answer.finish_reason)
+
+    async def load_weights(self, stream: Any, version: int) -> None:
+        self.names = [name for name, _ in stream]
+        self.loads += 1
+        self.version = version
+
+
+@pytest.mark.parametrize("drain", [False, True])
+def test_weights_replaced_with_actions_in_flight(start, drain: bool) -> None:
+    """Without draining the load returns while all four actions wait, and they are of two versions; with it, it does not
+    begin before they have ended, an action that comes meanwhile waits, and none is of two versions."""
+    inner = SlowEngine()
+    engine = DrainingEngine(inner) if drain else inner
+
+    def make() -> ScriptedEnvironment:
+        return ScriptedEnvironment([type(DONE)("> k 4 0"), DONE])
+
+    driver = start(engine, make, streaming=True)
+    batches: list[Batch] = []
+    trainer = threading.Thread(target=lambda: batches.append(driver.collect(0)))
+    trainer.start()
+    until(lambda: inner.asked == 4)
+    walked = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in "ab":
+            walked.append((name, threading.current_thread()))
+            yield name, torch.zeros(1)
+
+    loader = threading.Thread(target=lambda: driver.load_weights(stream(), 1))
+    loader.start()
+    if drain:
+        time.sleep(0.05)
+        assert (inner.loads, walked) == (0, [])
+    else:
+        loader.join(DEADLINE)
+        assert inner.loads == 1
+    inner.gate.set()
+    for thread in (loader, trainer):
+        thread.join(DEADLINE)
+        assert not thread.is_alive()
+    assert inner.names == ["a", "b"]
+    assert {thread for _, thread in walked} == {loader}  # collectives stay in the caller's thread
+    versions = {tuple(t.versions[t.action_mask].tolist()) for t in batches[0].trajectories}
+    assert versions == {(0,) * 6 + (1,) * 6} if drain else {(0,) + (1,) * 11}
+
+
+def test_a_stream_or_an_engine_that_breaks_off(start) -> None:
+    """Both threads learn of it, whoever it was; the next load works."""
+    engine = SlowEngine()
+    driver = start(engine)
+
+    def torn(error: BaseException) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.zeros(1)
+        raise error
+
+    for error in (ConnectionError("a rank is gone"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            driver.load_weights(torn(error), 1)
+    assert engine.version == 0
+
+    async def refuse(stream: Any, version: int) -> None:
+        next(iter(stream))
+        raise ValueError("weights: the model has no tensor named a")
+
+    engine.load_weights, load = refuse, engine.load_weights
+    rest = torn(AssertionError("walked further than the engine asked"))
+    with pytest.raises(ValueError, match="no tensor named a"):
+        driver.load_weights(rest, 1)
+    engine.load_weights = load
+    driver.load_weights([("a", torch.zeros(1))], 1)
+    assert engine.version == 1
+
+
+class ByMistake(ScriptedEngine):
+    """Fails after some requests."""
+
+    def __init__(self, sound: int) -> None:
+        super().__init__(GET)
+        self.sound = sound
+
+    async def generate(self, token_ids: Any, sampling: Any) -> Any:
+        if len(self.requests) >= self.sound:
+            raise ConnectionError("no server left")
+        return await super().generate(token_ids, sampling)
+
+
+@pytest.mark.parametrize("while_training", [False, True])
+def test_an_engine_that_fails_stops_the_run(start, while_training: bool) -> None:
+    """Between two batches as well: the trainer's next call raises what happened meanwhile. Six begin at first, six when
+    those have ended and four of them are handed over, and of these the last fails."""
+    places = {"max_in_flight": 6, "streaming": True} if while_training else {}
+    engine = ByMistake(11 if while_training else 5)
+    driver = start(engine, lambda: ScriptedEnvironment([0.05, DONE]), **places)
+    driver.collect(0)
+    if while_training:
+        until(lambda: driver.collector._failure)
+    with pytest.raises(ConnectionError, match="no server left"):
+        driver.collect(1)
+
+
+def test_an_engine_that_ends_the_process_ends_the_run_instead(start) -> None:
+    """sys.exit(0) of a library would end the loop's thread without a word and leave the trainer waiting."""
+
+    class Exits(ScriptedEngine):
+        async def generate(self, token_ids: Any, sampling: Any) -> Any:
+            sys.exit(0)
+
+    driver = start(Exits(GET))
+    for call in (lambda: driver.collect(0), lambda: driver.load_weights([("a", torch.zeros(1))], 1)):
+        with pytest.raises(RuntimeError, match=r"event loop was interrupted by SystemExit\(0\)"):
+            call()
+
+
+def collect_in_vain(driver: RolloutDriver) -> None:
+    with contextlib.suppress(RuntimeError, CancelledError):
+        driver.collect(0)
+
+
+def test_what_hangs_does_not_keep_the_run_from_ending(start, monkeypatch, capsys) -> None:
+    """An environment that never answers, its close neither, and one that blocks the thread for good."""
+    monkeypatch.setattr("nemo_flashrl.rollout.driver.CLOSE_SECONDS", 0.2)
+    closed = []
+
+    class Hangs(ScriptedEnvironment):
+        async def step(self, action: str) -> Any:
+            await asyncio.sleep(1000)
+
+        async def close(self) -> None:
+            closed.append(self)
+            await asyncio.sleep(1000)
+
+    driver = start(make_environment=lambda: Hangs([]), streaming=True)
+    asked = threading.Thread(target=collect_in_vain, args=(driver,), daemon=True)
+    asked.start()
+    until(lambda: len(driver.engine.requests) == 4)
+    started = time.monotonic()
+    driver.close()
+    assert time.monotonic() - started < DEADLINE
+    assert len(closed) == 4
+
+    release = threading.Event()
+
+    class Blocks(ScriptedEnvironment):
+        async def step(self, action: str) -> Any:
+            release.wait(DEADLINE)
+            return DONE
+
+    driver = start(make_environment=lambda: Blocks([]))
+    asked = threading.Thread(target=collect_in_vain, args=(driver,), daemon=True)
+    asked.start()
+    until(lambda: driver.engine.requests)
+    driver.close()
+    assert "does not let go of its thread" in capsys.readouterr().err
+    release.set()
+    until(lambda: not driver._thread.is_alive())

@@ -22,6 +22,7 @@ from nemo_flashrl.rollout import Engine, TransformersEngine
 from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.prompts import PromptStream
+from nemo_flashrl.rollout.waiting import PlaceClock
 
 GET = ids("get ( k 2 9 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))
@@ -197,18 +198,35 @@ def test_empty_episodes_are_dropped_and_never_waited_for() -> None:
 
 
 def test_metrics_by_hand() -> None:
-    """Two turns of 6 action tokens after a prompt of 5, with 4 observed between: 12 of 21 tokens."""
+    """Two turns of 6 action tokens after a prompt of 5, 4 observed and 3 of a mark between: 12 of 24."""
     results = [StepResult("> k 4 0 7 7 7"), DONE]
     source = collector(ScriptedEngine(GET), lambda: ScriptedEnvironment(list(results)), batch_size=2, max_in_flight=2)
     source._limits = Limits(max_observation_tokens=4)
     metrics = asyncio.run(source.collect(3)).metrics
-    assert metrics["action_token_share"] == pytest.approx(12 / 21)
+    assert metrics["action_token_share"] == pytest.approx(12 / 24)
     assert metrics["turns"] == 2
     assert metrics["observations_truncated"] == 2
     assert metrics["staleness_mean"] == metrics["staleness_max"] == 3
+    assert [metrics[f"staleness_{age}"] for age in ("0", "1", "2_3", "4_7", "8_up")] == [0, 0, 1, 0, 0]
+    assert (metrics["queue_depth"], metrics["episodes_in_flight"]) == (0, 0)
     assert (metrics["episodes_done"], metrics["episodes_turn_limit"], metrics["dropped_too_old"]) == (2, 0, 0)
     rate = 24 / metrics["rollout_seconds"]
     assert metrics["rollout_tokens_per_second"] == pytest.approx(rate)
+
+
+def test_places_by_hand() -> None:
+    """Four places: a batch is asked for, all are filled for 10 s, one for 2 s more; then 6 s of training, all empty."""
+    clock = PlaceClock(4, now=100.0)
+    for now, running, asked in [(100, 4, True), (110, 1, True), (112, 0, False), (118, 4, True)]:
+        clock.update(now, running=running, asked=asked)
+    numbers = clock.take()
+    assert numbers == {
+        "rollout_seconds": 12,
+        "rollouts_wait_seconds": 4 * 6 / 4,
+        "rollout_empty_seconds": (3 * 2 + 4 * 6) / 4,
+        "between_batches_seconds": 18,
+    }
+    assert set(clock.take().values()) == {0}
 
 
 @pytest.mark.parametrize("in_flight", [4, 9])

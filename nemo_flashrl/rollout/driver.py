@@ -52,8 +52,9 @@ class RolloutDriver:
         self._in_training: Batch | None = None
         self._loop = asyncio.new_event_loop()
         self._handover = Handover()  # the last one
-        self._ended: Future[None] = Future()  # done when the loop's thread is
-        self._ended.add_done_callback(lambda _: self._handover.stop())
+        self._broken: Future[None] = Future()  # done when something there tried to end the process
+        self._broken.add_done_callback(lambda _: self._handover.stop())
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -109,22 +110,20 @@ class RolloutDriver:
         self._handover = handover = Handover()
         loading = self._begin(self.engine.load_weights(handover, version))
         loading.add_done_callback(lambda _: handover.stop())
-        if self._ended.done():
+        if self._broken.done():
             handover.stop()
         handover.feed(stream)
         self._result(loading)
 
     def close(self) -> None:
         """End episodes in flight, free the engine, end the thread; returns in seconds, whatever hangs."""
-        if self._loop.is_closed():
+        if self._closed:
             return
-        if self._ended.done():  # its loop stands still and can be used from here
-            self._loop.run_until_complete(self._close())
-        else:
-            closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
-            wait({closing}, timeout=3 * CLOSE_SECONDS)
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_SECONDS)
+        self._closed = True
+        closing = self._begin(self._close())
+        wait({closing}, timeout=3 * CLOSE_SECONDS)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             print("rollouts: an environment does not let go of its thread; it is left behind", file=sys.stderr)
         else:
@@ -139,12 +138,14 @@ class RolloutDriver:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-        except BaseException as error:  # an environment that calls sys.exit must not end this thread in silence
-            self._ended.set_exception(error)
-        else:
-            self._ended.set_result(None)
+        stopped = False
+        while not stopped:
+            try:
+                self._loop.run_forever()
+                stopped = True
+            except BaseException as error:  # sys.exit in a library must not end this thread in silence
+                if not self._broken.done():
+                    self._broken.set_exception(error)
 
     def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -153,10 +154,10 @@ class RolloutDriver:
         return self._result(self._begin(coroutine))
 
     def _result(self, future: Future[T]) -> T:
-        wait({future, self._ended}, return_when=FIRST_COMPLETED)
-        if not future.done():
-            error = self._ended.exception()
-            raise RuntimeError(f"the rollouts' event loop was ended by {error!r}") from error
+        wait({future, self._broken}, return_when=FIRST_COMPLETED)
+        if self._broken.done():
+            error = self._broken.exception()
+            raise RuntimeError(f"the rollouts' event loop was interrupted by {error!r}") from error
         return future.result()
 
 
