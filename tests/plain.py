@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ class Case:
 
 
 def make_case(root: Path, family: str = "qwen2", *, tied: bool = False) -> Case:
-    """Written into `root`; 12 trajectories."""
+    """Written into `root`; 12 trajectories, of which four have two segments."""
     from transformers import AutoModelForCausalLM
 
     folder = write_model(root / "model", family, vocab_size=VOCAB_SIZE, tied=tied)
@@ -43,6 +43,10 @@ def make_case(root: Path, family: str = "qwen2", *, tied: bool = False) -> Case:
     rng = np.random.default_rng(5)
     trajectories = []
     for index, trajectory in enumerate(random_trajectories(12, VOCAB_SIZE, seed=3)):
+        if index % 3 == 2:
+            middle = len(trajectory.token_ids) // 2
+            trajectory.action_mask[middle] = False  # a segment begins with a prompt
+            trajectory = replace(trajectory, segment_starts=(0, middle))
         with torch.no_grad():
             logprobs = np.concatenate([[0.0], hf_logprobs(model, trajectory).numpy()])
         noise = rng.normal(0, 0.001 if index % 2 else OFF_POLICY_NOISE, len(logprobs))
@@ -55,9 +59,12 @@ def make_case(root: Path, family: str = "qwen2", *, tied: bool = False) -> Case:
 
 
 def hf_logprobs(model, trajectory: Trajectory) -> Tensor:
-    """[S - 1], float64: the log-prob of token t + 1 at position t."""
-    ids = torch.from_numpy(trajectory.token_ids)[None]
-    return torch.log_softmax(model(ids).logits.double(), -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0]
+    """[S - 1], float64: the log-prob of token t + 1 at position t; 0 for a token that begins a segment."""
+    pieces = []
+    for part in trajectory.segments:
+        ids = torch.from_numpy(trajectory.token_ids[part])[None]
+        pieces.append(torch.log_softmax(model(ids).logits.double(), -1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0])
+    return torch.cat([torch.nn.functional.pad(piece, (1, 0)) for piece in pieces])[1:]
 
 
 def plain_step(model, trajectories: list[Trajectory]) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:

@@ -5,6 +5,7 @@ arrangement.py      sorted lengths -> bins, for the two layouts
 bin_packing.py      packed: the fewest bins, and the proof of how few that is
 row_grouping.py     padded: runs of sorted rows with the least padding
 balancing.py        exchanges that make ranks cost the same
+segment_sizes.py    tokens, padding and cost of trajectories of several segments
 packing.py          one microbatch of trajectories -> tensors
 datamodule.py       the Lightning side
 """

@@ -68,7 +68,7 @@ def arrange_packed(sizes: np.ndarray, costs: np.ndarray, capacity: int, num_rank
     """
     fit_sizes = np.minimum(sizes, capacity)
     tight, num_bins, bound = fewest_bins(fit_sizes, capacity, num_ranks)
-    least = least_costliest_rank(costs, num_ranks) * (1 + _EVEN)
+    least = least_costliest_rank(np.sort(costs)[::-1], num_ranks) * (1 + _EVEN)  # of several segments: not as sizes
     best, rng = None, np.random.default_rng(0)
     for attempt in range(min(_MAX_STARTS, max(1, _START_WORK // max(1, len(sizes))))):
         shaken = costs * (1 + 0.3 * rng.random(len(sizes))) if attempt else costs

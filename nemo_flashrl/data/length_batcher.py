@@ -16,6 +16,7 @@ import numpy as np
 
 from nemo_flashrl.data.arrangement import arrange_packed, arrange_padded
 from nemo_flashrl.data.balancing import TokenCost
+from nemo_flashrl.data.segment_sizes import SegmentSizes
 
 LAYOUTS = ("packed", "padded")
 ON_TOO_LONG = ("error", "truncate", "drop")
@@ -52,8 +53,7 @@ class BatchingSettings:
             Padded: rows times the longest row, rounded up. A trajectory above it gets a microbatch of its own.
         context_length: tokens that the model can take.
         layout: "packed" (one row, attention kept inside each trajectory) or "padded" (a row each).
-        multiple: what lengths are rounded up to: the tensor-parallel size where sequence parallelism is on, twice the
-            context-parallel size where there is one, their least common multiple where there are both.
+        multiple: what lengths are rounded up to: `context_parallel.length_multiple` of the parallel sizes.
         context_margin: share of the context kept free, as a guard against lengths that vary from rollout to rollout.
             A trajectory may have `usable_context` = floor(context_length * (1 - context_margin)) tokens.
         on_too_long: what happens to a longer one: "error" refuses the batch, "truncate" keeps the first
@@ -123,7 +123,8 @@ class Plan:
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]  # [D][M] of a few of 0..B-1
-    lengths: tuple[int, ...]  # [B], tokens kept of each trajectory: fewer than it has where it is cut, 0 where dropped
+    lengths: tuple[int, ...]  # [B], tokens kept of each trajectory's longest segment: a shorter one stays whole; what
+    # is cut keeps fewer than it has, what is dropped 0
     num_microbatches: int  # M, of each rank
     lower_bound: int  # no plan under these settings has a smaller M
     padding_share: float  # padding / tokens run
@@ -163,12 +164,13 @@ class LengthBatcher:
     def __init__(self, settings: BatchingSettings) -> None:
         self.settings = settings
 
-    def plan(self, lengths: Sequence[int], dp_size: int, seed: int = 0) -> Plan:
+    def plan(self, lengths: Sequence[int | Sequence[int]], dp_size: int, seed: int = 0) -> Plan:
         """Spreads trajectories over ranks and microbatches.
 
         Args:
-            lengths: [B] tokens of each trajectory, at least 1. What is cut or dropped must be so before anything is
-                counted over the batch: advantages, action tokens.
+            lengths: [B] tokens of each trajectory, or of each of its segments, at least 1. Segments of a trajectory
+                stay in one microbatch; in the padded layout, which gives each a row, they have it to themselves.
+                What is cut or dropped must be so before anything is counted over the batch: advantages, action tokens.
             dp_size: data-parallel ranks, D.
             seed: which of equally long trajectories goes where, which rank gets which share, and the order of the
                 microbatches. The figures of a plan depend neither on it nor on the order of the lengths.
@@ -179,19 +181,28 @@ class LengthBatcher:
         if dp_size < 1:
             raise ValueError(f"dp_size = {dp_size}: there is at least one data-parallel rank")
         settings, rng = self.settings, np.random.default_rng(seed)
-        kept, truncated, dropped = self._fit_context(np.array(lengths, dtype=np.int64).reshape(-1))
-        present = np.flatnonzero(kept)
-        order = present[np.lexsort((rng.permutation(len(present)), -kept[present]))]  # descending, ties by seed
-        sizes = -(-kept[order] // settings.multiple) * settings.multiple
+        segments = SegmentSizes.of(lengths)
+        kept, truncated, dropped = self._fit_context(segments.longest())
+        segments = segments.at_most(kept)
+        tokens, padded = segments.sums(), segments.rounded(settings.multiple)
         cost, budget = TokenCost(settings.linear_cost, settings.quadratic_cost), settings.max_tokens_per_microbatch
+        run = padded.sums() if settings.layout == "packed" else padded.longest() * segments.counts()
+        # What exceeds the budget is alone in its bin: so is, as rows of a rectangle, what has several segments.
+        alone = (segments.counts() > 1) & (settings.layout == "padded")
+        planned = np.where(alone, np.maximum(run, budget + 1), run)
+        present = np.flatnonzero(kept)
+        ties = rng.permutation(len(present))
+        order = present[np.lexsort((ties, -tokens[present], -planned[present]))]  # descending
+        sizes = planned[order]
         if settings.layout == "packed":
-            arranged = arrange_packed(sizes, cost.of(sizes), budget, dp_size)
+            arranged = arrange_packed(sizes, padded.costs(cost)[order], budget, dp_size)
         else:
             share = settings.max_padding_share
-            max_tokens = int(max(kept.sum() / (1 - share), sizes.sum() / (1 - share / 2)))
+            max_tokens = int(max(tokens.sum() / (1 - share), sizes.sum() / (1 - share / 2)))
             arranged = arrange_padded(sizes, cost, budget, dp_size, max_tokens)
         bin_costs = arranged.bin_costs
         num_bins = len(bin_costs)
+        sizes = run[order]
         run = self._tokens_run(sizes, arranged.bin_of, num_bins)
         rank_costs = bin_costs.reshape(dp_size, -1).sum(axis=1)
         return Plan(
@@ -199,7 +210,7 @@ class LengthBatcher:
             lengths=tuple(kept.tolist()),
             num_microbatches=num_bins // dp_size,
             lower_bound=arranged.bound // dp_size,
-            padding_share=1 - float(kept.sum() / np.maximum(run, settings.multiple).sum()),
+            padding_share=1 - float(tokens.sum() / np.maximum(run, settings.multiple).sum()),
             budget_use=float(np.minimum(run, budget).sum() / (num_bins * budget)),
             cost_imbalance=_excess(rank_costs),
             microbatch_imbalance=_excess(bin_costs),
