@@ -132,7 +132,8 @@ def plan_steps(
     """The share of every data-parallel rank: global weights first, then the split, which cannot change the loss."""
     settings = batcher.settings
     lay_out = pack_rows if settings.layout == "packed" else pad_rows
-    plan = batcher.plan([len(t.token_ids) for t in batch.trajectories], dp_size, seed=seed)
+    lengths = [[part.stop - part.start for part in t.segments] for t in batch.trajectories]
+    plan = batcher.plan(lengths, dp_size, seed=seed)
     kept = [i for i, length in enumerate(plan.lengths) if length]
     trajectories = {i: truncate(batch.trajectories[i], plan.lengths[i]) for i in kept}
     advantages, weights = algorithm.weigh(
