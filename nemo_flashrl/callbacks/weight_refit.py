@@ -7,7 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from nemo_flashrl.models.weight_probe import weight_probe
 from nemo_flashrl.rollout.driver import RolloutDriver
+from nemo_flashrl.rollout.probe import ProbedWeights
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 
@@ -17,29 +19,33 @@ class WeightRefitCallback(pl.Callback):
     Args:
         driver: the collecting rank's; None on every other rank, which takes part in the gathers alone.
         vocab_size: rows of the embedding without padding.
+        probed: a probe of the weights goes with them, for engines that verify what their servers have loaded.
     """
 
-    def __init__(self, driver: RolloutDriver | None, vocab_size: int) -> None:
+    def __init__(self, driver: RolloutDriver | None, vocab_size: int, *, probed: bool = False) -> None:
         self.driver = driver
         self.vocab_size = vocab_size
+        self.probed = probed
         self.seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The sampler starts from the trainer's weights, whatever it was loaded with."""
-        self._refit(pl_module, trainer.global_step)
+        self._refit(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The policy version is the number of optimizer steps that made it."""
         if self.driver is not None:
             self.driver.trained()
-        self._refit(pl_module, trainer.global_step)
+        self._refit(trainer, pl_module)
 
-    def _refit(self, pl_module: pl.LightningModule, version: int) -> None:
+    def _refit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         started = time.perf_counter()
+        probe = weight_probe(trainer.strategy.megatron_parallel, self.vocab_size) if self.probed else None
         stream = stream_hf_tensors(unwrap(pl_module), self.vocab_size)
         try:
             if self.driver is not None:
-                self.driver.load_weights(stream, version)
+                weights = stream if probe is None else ProbedWeights(stream, probe)
+                self.driver.load_weights(weights, trainer.global_step)
         finally:
             for (
                 _

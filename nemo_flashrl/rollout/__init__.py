@@ -14,11 +14,17 @@ from nemo_flashrl.environments.environment import Environment
 from nemo_flashrl.rollout.engine import Engine
 
 if TYPE_CHECKING:
+    from nemo_flashrl.rollout.sglang_engine import SGLangEngine
     from nemo_flashrl.rollout.transformers_engine import TransformersEngine
+    from nemo_flashrl.rollout.vllm_engine import VLLMEngine
 
-__all__ = ["Engine", "Environment", "TransformersEngine"]
+__all__ = ["Engine", "Environment", "SGLangEngine", "TransformersEngine", "VLLMEngine"]
 
-_LAZY = {"TransformersEngine": "nemo_flashrl.rollout.transformers_engine"}  # imports transformers
+_LAZY = {
+    "SGLangEngine": "nemo_flashrl.rollout.sglang_engine",
+    "TransformersEngine": "nemo_flashrl.rollout.transformers_engine",  # imports transformers
+    "VLLMEngine": "nemo_flashrl.rollout.vllm_engine",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -107,7 +107,7 @@ class RolloutDriver:
 
         `stream` is walked in the caller's thread, where its collectives belong, and no further than the engine asks.
         """
-        self._handover = handover = Handover()
+        self._handover = handover = Handover(getattr(stream, "probe", None))
         loading = self._begin(self.engine.load_weights(handover, version))
         loading.add_done_callback(lambda _: handover.stop())
         if self._broken.done():

@@ -7,6 +7,8 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from nemo_flashrl.rollout.probe import Probe
+
 Named = tuple[str, Tensor]
 
 
@@ -16,7 +18,8 @@ class Handover:
     The next element is asked for when the last one is done with, so at most one lies between the two threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, probe: Probe | None = None) -> None:
+        self.probe = probe  # what the tensors must compute, for an engine that asks
         self._wanted: SimpleQueue[bool] = SimpleQueue()  # True: the next one, False: no more
         self._given: SimpleQueue[Named | BaseException | None] = SimpleQueue()
 

@@ -1,0 +1,229 @@
+"""HTTP servers that share one load: who is up, who has the least to do, and whether silence means work or death.
+
+    ask -> POST ................................ answer
+             |  while it waits: GET health, again and again
+             +--> refused, 5xx, or silent three times: the server has fallen, all its requests fail at once
+
+A generation has no time-out of its own: a long turn on a healthy server is waited for, never sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+
+MISSED_CHECKS = 3  # silent health checks in a row; one may be the fault of a busy machine
+_KEEP_ALIVE = 4.0  # seconds; uvicorn closes an idle connection after 5, and a closed one must not be used again
+_REFUSED = range(400, 500)
+_PASSING = (408, 425, 429)  # refusals that another server, or another moment, may not repeat
+
+
+class Fault(Exception):
+    """A server did not do its part; another one, or a second try, may. `reason` is what faults are counted by."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Server:
+    """One URL and what is known of it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.up = False
+        self.in_flight = 0
+        self.fallen: asyncio.Future[None] | None = None  # done when the server falls; new when it comes up
+        self.watcher: asyncio.Task | None = None
+
+
+class ServerPool:
+    """Sends JSON to servers; for one event loop.
+
+    Args:
+        urls: of servers that do the same.
+        timeout: seconds to wait for a server to come up, and for one control call.
+        health_path: answers 200 as long as the server can work.
+        health_seconds: between two looks at a server that owes an answer.
+        adopt: makes a server that answers ready for use; a ValueError refuses it for good.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        health_path: str,
+        health_seconds: float,
+        adopt: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        self.servers = [Server(url) for url in urls]
+        self.timeout = timeout
+        self.faults: Counter[str] = Counter()
+        self._health_path, self._health_seconds, self._adopt = health_path, health_seconds, adopt
+        self._session: aiohttp.ClientSession | None = None
+        self._reviving: asyncio.Task | None = None
+        self._closed = False
+
+    async def open(self) -> None:
+        """Wait for every server and adopt it.
+
+        Raises:
+            RuntimeError: one did not come up in time. ValueError: one was refused.
+        """
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
+        self._session = aiohttp.ClientSession(connector=connector)
+        waiting = [asyncio.create_task(self._come_up([server])) for server in self.servers]
+        try:
+            await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def take(self, avoid: Server | None = None) -> Server:
+        """The server with the least in flight, not `avoid` if there is another; waits for one while all are down.
+
+        Raises:
+            RuntimeError: none came back in `timeout` seconds, or the pool is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        ready = [server for server in self.servers if server.up]
+        if not ready:
+            if self._reviving is None or self._reviving.done():
+                self._reviving = asyncio.create_task(self._come_up(self.servers))
+            await asyncio.shield(self._reviving)
+            return await self.take(avoid)
+        return min([server for server in ready if server is not avoid] or ready, key=lambda server: server.in_flight)
+
+    async def ask(self, server: Server, path: str, body: dict[str, Any]) -> Any:
+        """Post and wait as long as the server is alive.
+
+        Raises:
+            Fault: it fell, failed or answered with something that is not JSON. ValueError: it refused the request.
+        """
+        server.in_flight += 1
+        if server.watcher is None or server.watcher.done():
+            server.watcher = asyncio.create_task(self._watch(server))
+        post = asyncio.create_task(self.call(server, path, body, timeout=None))
+        try:
+            await asyncio.wait({post, server.fallen}, return_when=asyncio.FIRST_COMPLETED)
+            if not post.done():
+                raise Fault("dead", f"{server.url} fell while it owed an answer")
+            return post.result()
+        finally:
+            server.in_flight -= 1
+            if not post.done():
+                post.cancel()
+
+    async def call(
+        self, server: Server, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = 0
+    ) -> Any:
+        """POST `body`, or GET where there is none; returns the answer's JSON, None for an empty one.
+
+        `timeout` in seconds; 0 is the pool's own, None is none. Raises as `ask`.
+        """
+        limit = aiohttp.ClientTimeout(total=self.timeout if timeout == 0 else timeout)
+        method, url = "GET" if body is None else "POST", server.url + path
+        # After an error of its own a server closes a connection that it had promised to keep; the next call would fail.
+        headers = None if timeout is None else {"Connection": "close"}
+        try:
+            async with self._session.request(method, url, json=body, timeout=limit, headers=headers) as response:
+                content, status = await response.read(), response.status
+        except TimeoutError as error:
+            raise Fault("timeout", f"{server.url}{path} did not answer in {limit.total:g} s") from error
+        except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed meanwhile
+            raise Fault("unreachable", f"{server.url}{path}: {type(error).__name__}: {error}") from error
+        if status in _REFUSED and status not in _PASSING:
+            raise ValueError(f"{server.url}{path} refused the request ({status}): {_excerpt(content)}")
+        if status != 200:
+            raise Fault("status", f"{server.url}{path} failed ({status}): {_excerpt(content)}")
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise Fault("malformed", f"{server.url}{path} answered with no JSON: {_excerpt(content)}") from error
+
+    async def examine(self, server: Server) -> bool:
+        """Look whether a server is alive, and let it fall if it is not."""
+        try:
+            await self._check_health(server)
+        except Fault:
+            self.drop(server)
+            return False
+        return True
+
+    def drop(self, server: Server) -> None:
+        """Use a server no more until it has been adopted again; what it owes fails now."""
+        if server.up:
+            server.up = False
+            self.faults["servers_fallen"] += 1
+            server.fallen.set_result(None)
+
+    async def bring_up(self, server: Server) -> None:
+        """Adopt a server that is down, if it answers. Raises as `call`."""
+        await self._check_health(server)
+        await self._adopt(server)
+        server.fallen = asyncio.get_running_loop().create_future()
+        server.up = True
+
+    async def close(self) -> None:
+        """Let go of everything; requests in flight fail."""
+        self._closed = True
+        for server in self.servers:
+            self.drop(server)
+        tasks = [s.watcher for s in self.servers if s.watcher] + ([self._reviving] if self._reviving else [])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    async def _come_up(self, servers: Sequence[Server]) -> None:
+        """Return when one of `servers` is up."""
+        last: Exception | None = None
+        try:
+            async with asyncio.timeout(self.timeout):
+                while True:
+                    for server in servers:
+                        try:
+                            return await self.bring_up(server)
+                        except Fault as fault:
+                            last = fault
+                    await asyncio.sleep(min(1.0, self._health_seconds))
+        except TimeoutError as error:
+            urls = ", ".join(server.url for server in servers)
+            raise RuntimeError(
+                f"no rollout server came up in {self.timeout:g} s: {urls}; the last fault: {last}"
+            ) from error
+
+    async def _check_health(self, server: Server) -> None:
+        """Fault when it is not well; what it says beside 200 does not matter."""
+        try:
+            await self.call(server, self._health_path, timeout=2 * self._health_seconds)
+        except ValueError as error:
+            raise Fault("status", str(error)) from error
+        except Fault as fault:
+            if fault.reason != "malformed":
+                raise
+
+    async def _watch(self, server: Server) -> None:
+        """Look after a server as long as it owes answers."""
+        missed = 0
+        while server.up and server.in_flight:
+            await asyncio.sleep(self._health_seconds)
+            try:
+                await self._check_health(server)
+                missed = 0
+            except Fault as fault:
+                missed = missed + 1 if fault.reason == "timeout" else MISSED_CHECKS
+            if missed >= MISSED_CHECKS:
+                self.drop(server)
+
+
+def _excerpt(content: bytes) -> str:
+    return content[:300].decode(errors="replace").strip() or "(nothing)"

@@ -1,0 +1,137 @@
+"""vLLM servers: `POST /inference/v1/generate` with token ids, weights through our transfer backend.
+
+Written for and tested with vLLM 0.32, the first with these routes; `flashrl serve-rollout` starts one as it must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.rollout.remote_engine import RemoteEngine, Weights, token_versions
+from nemo_flashrl.rollout.sampling_check import check_sampling
+from nemo_flashrl.rollout.server_pool import Fault, Server, ServerPool
+
+SUPPORTED = "vLLM 0.32"
+MAX_TEMPERATURE = 2.0  # vLLM refuses more
+NO_LOGPROB = -9999.0  # what vLLM writes for -inf and NaN
+_HOW = f"start it with `flashrl serve-rollout` from an environment with {SUPPORTED}"
+
+
+class VLLMEngine(RemoteEngine):
+    """An `Engine` over vLLM servers; arguments as `RemoteEngine`, without the dialect."""
+
+    def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
+        super().__init__(VLLMDialect(vocab_size), servers, vocab_size, **options)
+
+
+class VLLMDialect:
+    """vLLM's routes."""
+
+    health_path = "/health"
+    generate_path = "/inference/v1/generate"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
+        """Everything is said, whatever the server's defaults: nothing truncates or tilts the distribution."""
+        return {
+            "token_ids": list(token_ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_tokens": sampling.max_tokens,
+                "seed": sampling.seed,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,  # the end-of-sequence token is among the stop tokens, if it shall stop
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "logprobs": 0,
+                "detokenize": False,
+                **more,
+            },
+        }
+
+    def read(self, answer: Any, initial_version: int | None) -> Generation:
+        """See `Dialect.read`."""
+        choice = answer["choices"][0]
+        token_ids = tuple(int(token) for token in choice["token_ids"])
+        rows = choice["logprobs"]["content"]
+        logprobs = tuple(_sampled(row, token) for row, token in zip(rows, token_ids, strict=False))
+        if len(rows) != len(token_ids):
+            logprobs = tuple(float(row["logprob"]) for row in rows)  # counted and refused by the engine
+        versions = token_versions(choice["weight_versions"], initial_version)
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"finish_reason={choice['finish_reason']!r}")
+        return Generation(token_ids, logprobs, versions, choice["finish_reason"])
+
+    async def check(self, pool: ServerPool, server: Server) -> None:
+        """Routes, transfer backend, then what the log-probs are of; a server that was left paused goes on."""
+        try:
+            await pool.call(server, "/is_paused")
+            await pool.call(server, "/weight_info")
+        except ValueError as error:
+            raise ValueError(
+                f"{server.url} lacks the routes for new weights ({error}): VLLM_SERVER_DEV_MODE=1 is not set, or it is "
+                f"no {SUPPORTED}; {_HOW}"
+            ) from error
+        await pool.call(server, "/resume", {})
+        try:
+            await check_sampling(self, pool, server, self._vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{server.url}: {error}; {_HOW}") from error
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{server.url} answers as no {SUPPORTED} does ({error!r}); {_HOW}") from error
+        try:
+            await pool.call(server, "/init_weight_transfer_engine", {"init_info": {}})
+        except (Fault, ValueError) as error:
+            raise ValueError(f"{server.url} has no weight-transfer backend of ours ({error}); {_HOW}") from error
+
+    async def top_logprobs(
+        self, pool: ServerPool, server: Server, token_ids: Sequence[int], temperature: float, count: int
+    ) -> dict[int, float]:
+        """Of the next token, the most likely `count` and the sampled one."""
+        sampling = Sampling(temperature=temperature, max_tokens=1)
+        answer = await pool.call(server, self.generate_path, self.request(token_ids, sampling, logprobs=count))
+        (row,) = answer["choices"][0]["logprobs"]["content"]
+        return {entry["token_id"]: entry["logprob"] for entry in row["top_logprobs"]}
+
+    async def score(self, pool: ServerPool, server: Server, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt, which vLLM computes without temperature."""
+        body = self.request(token_ids, Sampling(max_tokens=1), prompt_logprobs=0)
+        rows = (await pool.call(server, self.generate_path, body))["prompt_logprobs"]
+        return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+
+    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
+        """Pause between two tokens, load, drop the old keys and values, go on; a refused load leaves all as it was."""
+        await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
+        try:
+            await self._start(pool, server)
+            await pool.call(server, "/update_weights", {"update_info": {"folder": str(weights.folder)}})
+        except ValueError as error:
+            await pool.call(server, "/resume", {})
+            raise Fault("status", str(error)) from error
+        except Fault:
+            await pool.call(server, "/resume", {})
+            raise
+        await pool.call(server, "/finish_weight_update", {"weight_version": str(weights.version)})
+        await pool.call(server, "/resume", {})
+
+    async def _start(self, pool: ServerPool, server: Server) -> None:
+        try:
+            await pool.call(server, "/start_weight_update", {})
+        except Fault:  # a trainer died within an update; with our backend, none has been begun on the model
+            await pool.call(server, "/finish_weight_update", {})
+            await pool.call(server, "/start_weight_update", {})
+
+
+def _sampled(row: dict[str, Any], token: int) -> float:
+    """The log-prob of the token that was sampled, which need not be the first or the likeliest of the row."""
+    entries = [row, *row.get("top_logprobs", [])]
+    logprob = next(float(entry["logprob"]) for entry in entries if entry["token_id"] == token)
+    return logprob if logprob > NO_LOGPROB else float("-inf")

@@ -1,0 +1,229 @@
+"""vLLM servers as this trainer needs them: started, waited for, started again when they die, ended together.
+
+Each server is a process group of its own. When this process is ended, by whatever signal, none of them stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from nemo_flashrl.config import RunConfig
+
+GRACE_SECONDS = 20.0
+POLL_SECONDS = 0.5
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
+# No telemetry, no hub: weights come from the trainer. The routes for new weights are in vLLM's development mode.
+_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB of KV cache
+_CPU_FLAGS = ("--enforce-eager", "--block-size", "32")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the command line says beside the configuration."""
+
+    host: str = "127.0.0.1"  # the routes for new weights ask for no password
+    port: int | None = None  # of the first server; None takes the ports of rollout.servers
+    servers: int = 1  # on consecutive ports from `port`
+    tensor_parallel: int = 1  # GPUs of one server
+    follow: int | None = None  # a process with whose end the servers end
+    timeout: float = 300.0  # seconds until all answer
+    flags: str = ""  # for vLLM, as on its command line
+
+
+@dataclass(slots=True)
+class _Server:
+    port: int
+    command: list[str]
+    environment: Mapping[str, str]
+    process: subprocess.Popen | None = None
+    ready: bool = False
+
+    def start(self) -> None:
+        self.ready = False
+        self.process = subprocess.Popen(
+            self.command,
+            env={**os.environ, **self.environment},
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+
+
+@dataclass(slots=True)
+class _Signals:
+    """Notes SIGTERM and SIGINT while it is entered."""
+
+    received: int | None = None
+    before: dict[int, object] = field(default_factory=dict)
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.received = number
+
+
+def serve(config: RunConfig, options: ServeOptions) -> int:
+    """Run servers until a signal comes or the process to follow ends; returns the exit code.
+
+    Raises:
+        ValueError: vLLM is not here, a port is taken, or the configuration names no port.
+        RuntimeError: a server ended before it answered, or did not answer in time.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(f"vLLM is not installed for {sys.executable}: run this from the environment that holds it")
+    accelerated = _has_accelerator()
+    ports = _ports(config, options)
+    servers = [
+        _Server(port, command(config, options, port, accelerated), environment(options, index, accelerated))
+        for index, port in enumerate(ports)
+    ]
+    with _Signals() as signals:
+        try:
+            for server in servers:
+                server.start()
+            _supervise(servers, options, signals)
+        finally:
+            _end(servers)
+    return 0 if signals.received is None else 128 + signals.received
+
+
+def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bool) -> list[str]:
+    """vLLM's command line. The `vllm` script is not used: builds for the CPU have another distribution name."""
+    in_flight = config.rollout.max_in_flight or config.rollout.batch_size
+    return [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(Path(config.model.path).resolve()), "--skip-tokenizer-init"),
+        *("--host", options.host, "--port", str(port)),
+        *("--dtype", _DTYPES[config.model.precision], "--max-model-len", str(config.model.context_length)),
+        *("--max-num-seqs", str(min(256, in_flight)), "--tensor-parallel-size", str(options.tensor_parallel)),
+        "--enable-scale-out",
+        *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--worker-extension-cls", "nemo_flashrl.rollout_server.worker.WorkerExtension"),
+        *("--weight-transfer-config", json.dumps({"backend": "flashrl_file"})),
+        *(() if accelerated else _CPU_FLAGS),
+        *shlex.split(options.flags),
+    ]
+
+
+def environment(options: ServeOptions, index: int, accelerated: bool) -> dict[str, str]:
+    """What the server's process needs beside ours; what the user has set stays on a CPU."""
+    if not accelerated:
+        return _ENVIRONMENT | {name: os.environ.get(name, value) for name, value in _CPU_ENVIRONMENT.items()}
+    first = index * options.tensor_parallel
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = own.split(",") if own else [str(n) for n in range(first + options.tensor_parallel)]
+    return _ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + options.tensor_parallel])}
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _ports(config: RunConfig, options: ServeOptions) -> list[int]:
+    if options.port is not None:
+        ports = list(range(options.port, options.port + options.servers))
+    else:
+        ports = [urlsplit(url).port or 80 for url in config.rollout.servers]
+    if not ports:
+        raise ValueError("rollout.servers=[] and no --port: say on which port the servers shall listen")
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((options.host, port))
+            except OSError as error:
+                raise ValueError(f"port {port} of {options.host} cannot be used: {error.strerror}") from error
+    return ports
+
+
+def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Signals) -> None:
+    """Until it is time to end. A server that has answered and died is started again, with its first weights."""
+    deadline = time.monotonic() + options.timeout
+    while signals.received is None and (options.follow is None or _is_alive(options.follow)):
+        for server in servers:
+            code = server.process.poll()
+            if code is not None:
+                if not server.ready:
+                    raise RuntimeError(
+                        f"the server on port {server.port} ended with exit code {code} before it answered"
+                    )
+                _say(f"the server on port {server.port} ended with exit code {code} and is started again")
+                _end([server])  # its workers may live on
+                server.start()
+                deadline = time.monotonic() + options.timeout
+            elif not server.ready and _answers(options.host, server.port):
+                server.ready = True
+                _say(f"http://{options.host}:{server.port} is ready")
+            elif not server.ready and time.monotonic() > deadline:
+                raise RuntimeError(f"the server on port {server.port} did not answer in {options.timeout:g} s")
+        time.sleep(POLL_SECONDS)
+    _say("ending the servers")
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2) as response:
+            return response.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def _is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def _end(servers: Sequence[_Server]) -> None:
+    """SIGTERM to every group, then SIGKILL to what is left of it."""
+    started = [server.process for server in servers if server.process is not None]
+    for process in started:
+        _kill(process, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+        _kill(process, signal.SIGKILL)
+        process.wait()
+
+
+def _kill(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _say(text: str) -> None:
+    print(f"flashrl serve-rollout: {text}", flush=True)
