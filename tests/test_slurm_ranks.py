@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_flashrl.launch.slurm import adopt_tasks, first_host, tasks_per_node
+from nemo_flashrl.launch.slurm import adopt_tasks, hosts, tasks_per_node
 
 TASK = {
     "SLURM_JOB_ID": "41234",
@@ -52,11 +52,17 @@ def test_uneven_nodes_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[007-010,020],cpu1", "gpu007"), ("a[1,3]-ib", "a1-ib"), ("r[1-2]n", "r1n")],
+    ("nodelist", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("gpu[007-009,020],cpu1", ["gpu007", "gpu008", "gpu009", "gpu020", "cpu1"]),
+        ("a[1,3]-ib", ["a1-ib", "a3-ib"]),
+        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
+    ],
 )
-def test_first_host(nodelist: str, host: str) -> None:
-    assert first_host(nodelist) == host
+def test_hosts(nodelist: str, names: list[str]) -> None:
+    assert hosts(nodelist) == names
 
 
 def test_tasks_per_node() -> None:

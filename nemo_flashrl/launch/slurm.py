@@ -33,7 +33,7 @@ def adopt_tasks(environment: MutableMapping[str, str] = os.environ) -> None:
         LOCAL_RANK=environment["SLURM_LOCALID"],
         LOCAL_WORLD_SIZE=str(per_node[0]),
         GROUP_RANK=environment["SLURM_NODEID"],
-        MASTER_ADDR=first_host(environment["SLURM_STEP_NODELIST"]),
+        MASTER_ADDR=hosts(environment["SLURM_STEP_NODELIST"])[0],
         TORCHELASTIC_RUN_ID=environment["SLURM_JOB_ID"],
     )
     environment.setdefault("MASTER_PORT", str(port))
@@ -48,10 +48,22 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def first_host(nodelist: str) -> str:
+def hosts(nodelist: str) -> list[str]:
+    """Slurm's compressed list of host names, written out (`scontrol` is not there inside a container).
+
+    >>> hosts("gpu[007-009,020],cpu1")
+    ['gpu007', 'gpu008', 'gpu009', 'gpu020', 'cpu1']
     """
-    >>> first_host("gpu[007-010,020],cpu1")
-    'gpu007'
-    """
-    name = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^\[,]*)", nodelist)
-    return f"{name[1]}{name[2] or ''}{name[3]}"
+    return [name for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist) for name in _expanded(part)]
+
+
+def _expanded(part: str) -> list[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    ranges, _, after = rest.partition("]")
+    numbers = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+    return [before + number + tail for number in numbers for tail in _expanded(after)]
