@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.config import RunConfig, settings_of
+from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
@@ -130,21 +131,30 @@ def _check_servers(config: RunConfig) -> None:
         raise ValueError(f"rollout.weights_folder={rollout.weights_folder!r}: name a folder that every server sees")
 
 
-    tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
+    tensor, pipeline, context = config.parallel.tensor, config.parallel.pipeline, config.parallel.context
     nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
     if gpus and nodes * gpus != world_size:
         raise ValueError(
             f"cluster.nodes={nodes} x cluster.gpus_per_node={gpus}: that is {nodes * gpus} processes and this job has "
             f"{world_size}; start one a GPU, or say what the job has (cluster=cpu where there is no GPU)"
         )
-    if world_size % (tensor * pipeline):
+    model_ranks = tensor * pipeline * context
+    if world_size % model_ranks:
         raise ValueError(
-            f"parallel.tensor={tensor} x parallel.pipeline={pipeline} does not divide the {world_size} processes "
-            f"of this job: start a multiple of {tensor * pipeline}"
+            f"parallel.tensor={tensor} x parallel.pipeline={pipeline} x parallel.context={context} does not divide the "
+            f"{world_size} processes of this job: start a multiple of {model_ranks}"
         )
     if config.parallel.sequence and tensor == 1:
         raise ValueError("parallel.sequence=True needs parallel.tensor of 2 or more")
-    return world_size // (tensor * pipeline)
+    multiple = length_multiple(tensor, config.parallel.sequence, context)
+    budget, length = config.batching.max_tokens_per_microbatch, config.model.context_length
+    if multiple > min(budget, length):
+        raise ValueError(
+            f"parallel.context={context} and parallel.tensor={tensor} pad every trajectory to a multiple of {multiple} "
+            f"tokens, and batching.max_tokens_per_microbatch={budget}, model.context_length={length}: set fewer ranks "
+            "or more tokens"
+        )
+    return world_size // model_ranks
 
 
 def _read_model(config: RunConfig) -> dict[str, Any]:

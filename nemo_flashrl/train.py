@@ -164,6 +164,7 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
     """The data module that turns collected batches into microbatches."""
     from nemo_flashrl.data import LengthBatcher, RolloutDataModule
     from nemo_flashrl.data.context_parallel import length_multiple
+    from nemo_flashrl.data.context_parallel import length_multiple
     from nemo_flashrl.data.length_batcher import BatchingSettings
 
     parallel = config.parallel
@@ -222,6 +223,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
         strategy=platform.make_strategy(
             tensor_model_parallel_size=config.parallel.tensor,
             pipeline_model_parallel_size=config.parallel.pipeline,
+            context_parallel_size=config.parallel.context,
             context_parallel_size=config.parallel.context,
             sequence_parallel=config.parallel.sequence,
             overlap_gradients=config.parallel.overlap_gradients,

@@ -51,6 +51,7 @@ BAD = {  # overrides -> what the line says
     "value out of range": (["algorithm.settings.delta=-1"], ["delta", "-1"]),
     "no such algorithm": (["algorithm.name=ppo"], ["algorithm.name", "ppo", "grpo"]),
     "parallel sizes that do not fit the processes": (["parallel.tensor=2"], ["parallel.tensor=2", "1 processes"]),
+    "context ranks that do not fit": (["parallel.context=2"], ["parallel.context=2", "1 processes", "multiple of 2"]),
     "a cluster that is not this job": (["cluster.gpus_per_node=8"], ["gpus_per_node=8", "8 processes", "has 1"]),
     "missing checkpoint": (["model.path=/nowhere"], ["model.path", "/nowhere"]),
     "environment that does not import": (["environment.name=no_such.module.Env"], ["environment.name", "no_such"]),
@@ -81,6 +82,16 @@ def test_a_bad_request_is_one_line(flashrl, case: str, model: Path, tmp_path: Pa
     for word in words:
         assert word in lines[0]
     assert not output.exists()
+
+
+def test_more_context_ranks_than_tokens_are_refused(flashrl, model: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two chunks on each of two ranks: trajectories are padded to 4 tokens, and a microbatch may hold 3."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    overrides = ("parallel.context=2", "batching.max_tokens_per_microbatch=3")
+    code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={model}", *overrides)
+    assert code == 2
+    for word in ("parallel.context=2", "multiple of 4", "max_tokens_per_microbatch=3", "more tokens"):
+        assert word in err
 
 
 def test_a_tokenizer_of_another_model_is_refused(flashrl, model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loss and gradients of the real trainer's step: the same at every TP x PP x DP, and as plain torch in float64."""
+"""Loss and gradients of the real trainer's step: the same at every TP x PP x CP x DP, and as plain torch in float64."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ LAYOUTS = {  # processes, overrides; every row splits the 12 trajectories into m
     "pp2 padded": (2, [PADDED, "parallel.pipeline=2", "batching.max_tokens_per_microbatch=256"]),
     "dp2 padded": (2, [PADDED, "batching.max_tokens_per_microbatch=200"]),
     "dp2": (2, ["batching.max_tokens_per_microbatch=200"]),
+    "cp2": (2, ["parallel.context=2", "batching.max_tokens_per_microbatch=150"]),
+    "cp2 padded": (2, [PADDED, "parallel.context=2", "batching.max_tokens_per_microbatch=200"]),
+    "cp2 pp2": (4, ["parallel.context=2", "parallel.pipeline=2", "batching.max_tokens_per_microbatch=150"]),
+    "cp2 dp2 padded": (4, [PADDED, "parallel.context=2", "batching.max_tokens_per_microbatch=150"]),
+    "cp2 tp2 sequence": (4, ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true"]),
+    "cp2 tp2 sequence padded": (4, [PADDED, "parallel.context=2", "parallel.tensor=2", "parallel.sequence=true"]),
     "tp2 pp2": (4, ["parallel.tensor=2", "parallel.pipeline=2", "batching.max_tokens_per_microbatch=180"]),
 }
 
@@ -49,6 +55,7 @@ def test_loss_and_gradients(case, tmp_path, layout: str) -> None:
     step = step_of(case, tmp_path, processes, *overrides)
     assert step["stats"]["loss"] == pytest.approx(case.loss, rel=1e-5)
     assert step["stats"]["admitted"] == case.admitted
+    assert step["stats"]["rows"] == len(case.trajectories)  # each once, on however many ranks its tokens are
     assert worst_error(step["gradients"], case.gradients) < (1e-5,)
 
 

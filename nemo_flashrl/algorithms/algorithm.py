@@ -16,7 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """Context parallelism: the microbatch's tokens are spread over `group`, rows are the same on all of its ranks.
+
+    What is decided about a whole trajectory has to be summed over the group, and a count of rows belongs to one rank
+    alone; `tokens.trajectory_sums` and `tokens.counted_once` do both, with a group and without.
+    """
+
+    group: dist.ProcessGroup
+    position: Tensor  # int64 [N], of each token in its trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,7 @@ class TokenBatch:
     failures: Tensor  # bool [R], the environment's own flag
     reference_logprobs: Tensor | None = None  # float32 [N]
     entropies: Tensor | None = None  # float32 [N], only when the algorithm says `needs_entropy`
+    context: ContextShare | None = None  # where other ranks hold further tokens of the same trajectories
 
 
 @dataclass(frozen=True, slots=True)

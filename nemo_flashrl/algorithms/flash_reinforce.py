@@ -30,10 +30,12 @@ from nemo_flashrl.algorithms.tokens import (
     check_logprobs,
     check_number,
     check_ratios,
+    counted_once,
     largest,
     mismatch_stats,
-    row_sum,
+    places_in_trajectory,
     scalar,
+    trajectory_sums,
     working_dtype,
 )
 
@@ -98,25 +100,27 @@ class FlashReinforce:
         """
         check_logprobs("logprobs", logprobs, batch)
         check_logprobs("behavior_logprobs", batch.behavior_logprobs, batch)
-        rows, mask, row = len(batch.advantages), batch.action_mask, batch.row[batch.action_mask]
+        mask, row = batch.action_mask, batch.row[batch.action_mask]
         current, sampled = logprobs[mask].double(), batch.behavior_logprobs[mask].double()
         difference = current - sampled
-        action_counts = torch.bincount(row, minlength=rows)
-        sequence_kl = row_sum(_bernoulli_kl(sampled, current), row, rows) / action_counts.clamp(min=1)
-        sequence_kl = sequence_kl.clamp(min=0).to(logprobs.dtype)
-        guarded = row_sum(difference.abs() > self.settings.ratio_guard, row, rows) > 0
+        extreme = difference.abs() > self.settings.ratio_guard
+        action_counts, divergence, num_extreme = trajectory_sums(
+            batch, torch.ones_like(current), _bernoulli_kl(sampled, current), extreme
+        )
+        sequence_kl = (divergence / action_counts.clamp(min=1)).clamp(min=0).to(logprobs.dtype)
+        guarded = num_extreme > 0
         admitted = (action_counts > 0) & ~guarded & (sequence_kl <= self.settings.delta)
         admitted_tokens = admitted[row]
-        retained = admitted_tokens & self._filter(batch, row, action_counts)
+        retained = admitted_tokens & self._filter(batch, row, action_counts.long())
         if self.settings.importance_sampling:
             used = retained & ((batch.advantages * batch.token_weights)[row] != 0)
             check_ratios("the ratio to the behavior policy", difference, used, row)
         ratio = difference[admitted_tokens].exp()
         stats = mismatch_stats(difference) | {
-            "rows": scalar((action_counts > 0).sum()),
-            "admitted": scalar(admitted.sum()),
-            "guarded": scalar(guarded.sum()),
-            "sequence_kl": scalar(sequence_kl.sum()),
+            "rows": counted_once(batch, (action_counts > 0).sum()),
+            "admitted": counted_once(batch, admitted.sum()),
+            "guarded": counted_once(batch, guarded.sum()),
+            "sequence_kl": counted_once(batch, sequence_kl.sum()),
             "admitted_tokens": scalar(admitted_tokens.sum()),
             "retained_tokens": scalar(retained.sum()),
             "ratio": scalar(ratio.sum()),
@@ -146,16 +150,10 @@ class FlashReinforce:
                 f"negative_token_fraction = {self.settings.negative_token_fraction} needs the tokens' entropies"
             )
         check_finite("entropies", batch.entropies, batch)
-        # Two stable sorts: by entropy, then by row, so that of equal entropies the earlier token ranks higher.
-        order = torch.sort(batch.entropies[batch.action_mask], descending=True, stable=True).indices
-        order = order[torch.sort(row[order], stable=True).indices]
-        starts = action_counts.cumsum(0) - action_counts
-        rank = torch.empty_like(row)
-        rank[order] = torch.arange(len(row), device=row.device) - starts[row[order]]
         # As a fraction: in floating point 0.28 * 25 = 7.000000000000001, whose ceiling is 8.
         fraction = Fraction(self.settings.negative_token_fraction).limit_denominator(10**9)
         limits = -((-fraction.numerator * action_counts) // fraction.denominator)
-        return ~batch.failures[row] | (rank < limits[row])
+        return ~batch.failures[row] | (places_in_trajectory(batch, batch.entropies) < limits[row])
 
 
 def _bernoulli_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:

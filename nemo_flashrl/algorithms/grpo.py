@@ -24,9 +24,11 @@ from nemo_flashrl.algorithms.tokens import (
     check_logprobs,
     check_number,
     check_ratios,
+    counted_once,
     largest,
     mismatch_stats,
     scalar,
+    trajectory_sums,
     working_dtype,
 )
 
@@ -105,7 +107,7 @@ class Grpo:
         clipped = self._clipped(ratio, advantages)
         check_ratios("the ratio to the behavior policy", difference, ~clipped & (advantages != 0), row)
         stats = mismatch_stats(difference) | {
-            "rows": scalar((torch.bincount(row, minlength=len(batch.advantages)) > 0).sum()),
+            "rows": counted_once(batch, (trajectory_sums(batch, torch.ones_like(current)) > 0).sum()),
             "retained_tokens": scalar(mask.sum()),
             "clipped_tokens": scalar(clipped.sum()),
             "ratio": scalar(ratio.sum()),

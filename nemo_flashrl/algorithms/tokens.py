@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_flashrl.algorithms.algorithm import TokenBatch
@@ -71,6 +72,46 @@ def row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
     float64 because index_add on a GPU adds in any order: rounded back to float32, the result is the same every run.
     """
     return torch.zeros(rows, dtype=torch.float64, device=row.device).index_add_(0, row, values.double())
+
+
+def trajectory_sums(batch: TokenBatch, *values: Tensor) -> Tensor:
+    """Each of `values` [A] summed over all tokens of each trajectory: float64 [len(values), R], equal on all ranks."""
+    row, rows = batch.row[batch.action_mask], len(batch.advantages)
+    sums = torch.stack([row_sum(value, row, rows) for value in values])
+    if batch.context is not None:
+        dist.all_reduce(sums, group=batch.context.group)
+    return sums
+
+
+def counted_once(batch: TokenBatch, value: Tensor) -> Tensor:
+    """A sum over rows as a statistic: every rank of a context group knows it, the first one reports it."""
+    first = batch.context is None or dist.get_rank(batch.context.group) == 0
+    return scalar(value) if first else torch.zeros_like(scalar(value))
+
+
+def places_in_trajectory(batch: TokenBatch, values: Tensor) -> Tensor:
+    """int64 [A]: the place of each action token in its trajectory by descending `values` [N]; of equals the earlier."""
+    mask, row = batch.action_mask, batch.row
+    parts, own, position = [torch.stack([values.double(), mask.double()])], 0, None
+    if batch.context is not None:
+        group = batch.context.group
+        mine = torch.cat([parts[0], batch.context.position.double()[None]])
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, mine, group=group)
+        own, position = dist.get_rank(group), torch.cat([part[2] for part in parts])
+    table = torch.cat(parts, 1)
+    present = table[1] > 0
+    scores, rows = table[0, present], row.repeat(len(parts))[present]
+    # Stable sorts: by position, by value, by row. Without a group, tokens are in the order of their positions already.
+    order = torch.arange(len(rows), device=row.device) if position is None else position[present].argsort(stable=True)
+    order = order[torch.sort(scores[order], descending=True, stable=True).indices]
+    order = order[torch.sort(rows[order], stable=True).indices]
+    counts = torch.bincount(rows, minlength=len(batch.advantages))
+    starts = counts.cumsum(0) - counts
+    places = torch.empty_like(rows)
+    places[order] = torch.arange(len(rows), device=row.device) - starts[rows[order]]
+    everywhere = torch.zeros_like(present, dtype=torch.int64).masked_scatter(present, places)
+    return everywhere.view(len(parts), -1)[own][mask]
 
 
 def mismatch_stats(difference: Tensor) -> dict[str, Tensor]:

@@ -45,6 +45,7 @@ class ParallelConfig:
     tensor: int = within(1, 1)
     pipeline: int = within(1, 1)
     context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
+    context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
     overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
 

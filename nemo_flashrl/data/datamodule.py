@@ -1,7 +1,7 @@
 """Collected batches -> what each rank's optimizer step runs, through NeMo's data sampler seam.
 
 rank 0: collect (B trajectories) -> weigh (global advantages and weights) -> plan microbatches for all ranks
-all   : receive this rank's microbatches -> MegatronStrategy runs them -> one optimizer step -> the batch is gone
+all   : receive this rank's microbatches -> keep the context-parallel share of each -> MegatronStrategy runs them -> one optimizer step -> the batch is gone
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.data.context_parallel import context_share
 from nemo_flashrl.data.length_batcher import LengthBatcher
 from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
 from nemo_flashrl.records import Batch
@@ -106,6 +107,8 @@ class RolloutDataModule(pl.LightningDataModule):
         step = received[0]
         if step.error is not None:
             raise step.error
+        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        step.microbatches = [context_share(microbatch, rank, size) for microbatch in step.microbatches]
         step.batch = batch
         self.last_step = step
         return step

@@ -1,7 +1,7 @@
 """The loss of a microbatch -> what Megatron differentiates, and the step's statistics.
 
 The algorithm's loss is a plain sum with global weights. Megatron divides by the number of microbatches and averages
-over data-parallel ranks; both are multiplied back here, the one place that knows of it.
+over data-parallel and context-parallel ranks; all is multiplied back here, the one place that knows of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from nemo.lightning.megatron_parallel import MegatronLossReduction
 from torch import Tensor
 
-from nemo_flashrl.algorithms.algorithm import TokenBatch
+from nemo_flashrl.algorithms.algorithm import ContextShare, TokenBatch
 from nemo_flashrl.models.policy_head import PolicyRequest, flat
 
 Stats = dict[str, Tensor]
@@ -22,6 +22,7 @@ Stats = dict[str, Tensor]
 def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
     """A microbatch [R, S] as the head sees it."""
     reference = batch.get("reference_logprobs")
+    group = parallel_state.get_context_parallel_group()
     return TokenBatch(
         behavior_logprobs=flat(batch["behavior_logprobs"]),
         action_mask=flat(batch["target_mask"]),
@@ -30,12 +31,13 @@ def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
         token_weights=batch["token_weights"],
         failures=batch["failures"],
         reference_logprobs=None if reference is None else flat(reference),
+        context=ContextShare(group, flat(batch["position_ids"])) if group.size() > 1 else None,
     )
 
 
 def loss_scale() -> float:
-    """The gradient that a microbatch's loss is given: what undoes the average over data-parallel ranks."""
-    return float(parallel_state.get_data_parallel_world_size())
+    """The gradient that a microbatch's loss is given: what undoes the average over ranks."""
+    return float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
 class PolicyLossReduction(MegatronLossReduction):
@@ -49,10 +51,12 @@ class PolicyLossReduction(MegatronLossReduction):
         """`forward_out`: the microbatch's loss, float32 [1, 1]."""
         loss = forward_out.sum()
         stats = {**self.request.stats, "loss": loss.detach().clone()}
-        return loss * (loss_scale() * int(batch["num_microbatches"])), stats
+        # Megatron's schedule multiplies by the context-parallel size itself.
+        left = loss_scale() / parallel_state.get_context_parallel_world_size()
+        return loss * (left * int(batch["num_microbatches"])), stats
 
     def reduce(self, losses_reduced_per_micro_batch: Sequence[Stats]) -> Stats:
-        """Sums (maxima for `*_max`) over microbatches and data-parallel ranks, float32 scalars."""
+        """Sums (maxima for `*_max`) over microbatches and ranks, float32 scalars."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         reduced: Stats = {}
         for kind, operation in (("sum", torch.distributed.ReduceOp.SUM), ("max", torch.distributed.ReduceOp.MAX)):
