@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nemo_flashrl.diagnostics.commands import add_doctor, add_report
 from nemo_flashrl.rollout_server.command import add_serve_rollout
+from nemo_flashrl.weights.command import add_convert
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_rollout(commands)
     add_report(commands)
     add_doctor(commands)
+    add_convert(commands)
     return parser
 
 

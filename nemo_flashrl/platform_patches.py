@@ -111,22 +111,23 @@ def torch_patches() -> list[Patch]:
 
 
 def upstream_patches() -> list[Patch]:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    return [*model_patches(), *checkpoint_patches()]
+
+
+def model_patches() -> list[Patch]:
     from megatron.core.optimizer import optimizer
     from megatron.core.tensor_parallel import random as parallel_random
-    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from nemo.lightning import callback_group
-    from nemo.lightning.io import pl as pl_io
 
-    patches = [
+    return [
         Patch(
             TransformerConfig,
             "__post_init__",
             _without_gpu_kernels(TransformerConfig.__post_init__),
-            "megatron.core.transformer.transformer_config 0.15: NeMo's Llama, Mixtral and Qwen3 MoE configurations ask for "
-            "kernels of Transformer Engine in their defaults, which is refused before a caller can unset them",
+            "megatron.core.transformer.transformer_config 0.15: NeMo's configurations of Llama and of experts ask "
+            "for kernels of Transformer Engine in their defaults, which is refused before a caller can unset them",
         ),
         Patch(
             WrappedTorchNorm,
@@ -135,6 +136,13 @@ def upstream_patches() -> list[Patch]:
             "megatron.core.transformer.torch_norm 0.15: torch's norms are refused under sequence parallelism",
         ),
         Patch(moe_utils, "te_general_gemm", None, "megatron.core.transformer.moe.moe_utils 0.15: undefined without TE"),
+        Patch(
+            token_dispatcher,
+            "maybe_move_tensor_to_cpu",
+            _as_numpy,
+            "megatron.core.transformer.moe.token_dispatcher 0.15: leaves as a tensor what is on the CPU already, and "
+            "torch.distributed's all-to-all wants numbers",
+        ),
         Patch(
             optimizer,
             "clip_grad_by_total_norm_fp32",
@@ -154,13 +162,27 @@ def upstream_patches() -> list[Patch]:
             "megatron.core.tensor_parallel.random 0.15: reads the state of a CUDA generator",
         ),
     ]
-    patches += [
+
+
+def checkpoint_patches() -> list[Patch]:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from nemo.lightning import callback_group
+    from nemo.lightning.io import pl as pl_io
+
+    patches = [
         Patch(
             filesystem_async,
             "_get_write_results_queue",
             queue.Queue,
             "megatron.core.dist_checkpointing.strategies.filesystem_async 0.15: spawns a manager process, needed by "
             "asynchronous saves alone, which imports __main__ again and outlives a killed run",
+        ),
+        Patch(
+            filesystem_async.FileSystemWriterAsync,
+            "write_preloaded_data_multiproc",
+            staticmethod(_write_in_this_process),
+            "megatron.core.dist_checkpointing.strategies.filesystem_async 0.15: forks writers, which a process with "
+            "threads of its own must not, and which write on when it is killed",
         ),
         Patch(pl_io, "_fix_tensors_device", lambda checkpoint: checkpoint, "nemo.lightning.io.pl 2.7: asserts CUDA"),
     ]
@@ -180,6 +202,10 @@ def _without_gpu_kernels(check: Callable) -> Callable:
         check(self)
 
     return call
+
+
+def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def _norm_with_sequence_parallelism(build: Callable) -> Callable:
@@ -208,3 +234,22 @@ def _clip_grad_by_total_norm(
         grad = parameter.decoupled_grad if use_decoupled_grad else parameter.grad
         if grad is not None:
             grad.mul_(coefficient)
+
+
+def _write_in_this_process(
+    transforms: list, use_msc: bool, rank: int, write_buckets: list, global_results: queue.Queue
+) -> None:
+    """Write a rank's files one after the other; the results by number, or the first error, go to `global_results`."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    written: Any = {}
+    results, begun = queue.Queue(), queue.Queue()
+    for number, bucket in enumerate(write_buckets):
+        begun.put(number)
+        FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, begun, True, use_msc=use_msc)
+        _, written_or_error = results.get()
+        if isinstance(written_or_error, Exception):
+            written = written_or_error
+            break
+        written[number] = written_or_error
+    global_results.put(written)

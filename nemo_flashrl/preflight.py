@@ -21,8 +21,8 @@ from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
-from nemo_flashrl.weights.hf_tensors import HfTensors
 from nemo_flashrl.rollout.vllm_engine import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
+from nemo_flashrl.weights.hf_tensors import HfTensors
 
 ENVIRONMENT_MEMBERS = ("Settings", "tasks", "reset", "step", "close")
 CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
@@ -108,7 +108,6 @@ def _load(loader: Callable[[str], Any], name: str, where: str) -> Any:
         raise ValueError(f"{where}={name!r}: {error}") from error
 
 
-def _check_parallel(config: RunConfig, world_size: int) -> int:
 def _check_servers(config: RunConfig) -> None:
     """What can be said of the rollout engine without asking its servers."""
     rollout = config.rollout
@@ -131,6 +130,7 @@ def _check_servers(config: RunConfig) -> None:
         raise ValueError(f"rollout.weights_folder={rollout.weights_folder!r}: name a folder that every server sees")
 
 
+def _check_parallel(config: RunConfig, world_size: int) -> int:
     tensor, pipeline, context = config.parallel.tensor, config.parallel.pipeline, config.parallel.context
     nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
     if gpus and nodes * gpus != world_size:
@@ -157,7 +157,7 @@ def _check_servers(config: RunConfig) -> None:
     return world_size // model_ranks
 
 
-def _read_model(config: RunConfig) -> dict[str, Any]:
+def _read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
     path = Path(config.model.path) / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -176,6 +176,11 @@ def _read_model(config: RunConfig) -> dict[str, Any]:
             f"parallel.pipeline={config.parallel.pipeline}: does not divide the model's num_hidden_layers "
             f"({hf_config['num_hidden_layers']})"
         )
+    _check_experts(config, hf_config, world_size)
+    if config.parallel.context > 1 and "yarn" in (hf_config.get("rope_scaling") or {}).values():
+        raise ValueError(
+            f"parallel.context={config.parallel.context}: Megatron cuts YaRN's positions wrong there; set it to 1"
+        )
     HfTensors(config.model.path)  # whole files, or a ValueError
     limit = hf_config.get("max_position_embeddings", config.model.context_length)
     if config.model.context_length > limit:
@@ -183,6 +188,19 @@ def _read_model(config: RunConfig) -> dict[str, Any]:
             f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {limit}"
         )
     return hf_config
+
+
+def _check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int) -> None:
+    expert = config.parallel.expert
+    experts = hf_config.get("num_local_experts") or hf_config.get("num_experts") or 0
+    if expert > 1 and (not experts or experts % expert):
+        raise ValueError(f"parallel.expert={expert}: does not divide the model's experts ({experts} a layer)")
+    ranks = config.parallel.tensor * config.parallel.pipeline * expert
+    if world_size % ranks:
+        raise ValueError(
+            f"parallel.expert={expert}: with parallel.tensor and parallel.pipeline it does not divide the "
+            f"{world_size} processes of this job: start a multiple of {ranks}"
+        )
 
 
 def _load_tokenizer(config: RunConfig, vocab_size: int) -> Any:

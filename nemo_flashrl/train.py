@@ -8,6 +8,7 @@ prompts -> Collector (rollout/) -> Batch (records.py) -> RolloutDataModule (data
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
 
     from nemo_flashrl.models import HeadSettings, PolicyModel
     from nemo_flashrl.models.families import nemo_config
+    from nemo_flashrl.weights.lora import LoraSettings
 
     nemo = nemo_config(
         config.model.path,
@@ -86,6 +88,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
             logits_budget_bytes=config.model.head_logits_budget_mib * 2**20,
         ),
         hf_folder=None if parts.folder and parts.folder.checkpoint else config.model.path,
+        lora=LoraSettings(**vars(config.lora)) if config.lora.rank else None,
         seed=config.trainer.seed,
         optim=nl.MegatronOptimizerModule(
             OptimizerConfig(
@@ -164,7 +167,6 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
     """The data module that turns collected batches into microbatches."""
     from nemo_flashrl.data import LengthBatcher, RolloutDataModule
     from nemo_flashrl.data.context_parallel import length_multiple
-    from nemo_flashrl.data.context_parallel import length_multiple
     from nemo_flashrl.data.length_batcher import BatchingSettings
 
     parallel = config.parallel
@@ -224,7 +226,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
             tensor_model_parallel_size=config.parallel.tensor,
             pipeline_model_parallel_size=config.parallel.pipeline,
             context_parallel_size=config.parallel.context,
-            context_parallel_size=config.parallel.context,
+            expert_model_parallel_size=config.parallel.expert,
             sequence_parallel=config.parallel.sequence,
             overlap_gradients=config.parallel.overlap_gradients,
             pipeline_dtype=_dtype(config),
@@ -252,11 +254,11 @@ def resume(trainer: nl.Trainer, folder: RunFolder) -> None:
 
 def export(config: RunConfig, parts: Parts, model: PolicyModel, target: Path) -> None:
     """Write the policy as a Hugging Face folder; every rank takes part."""
-    from nemo_flashrl.weights.hf_folder import write_hf_folder
+    from nemo_flashrl.weights.hf_folder import run_card, write_hf_folder
     from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
     stream = stream_hf_tensors(unwrap(model), parts.vocab_size)
     if int(os.environ.get("RANK", "0")) == 0:
-        write_hf_folder(stream, config.model.path, target)
+        write_hf_folder(stream, config.model.path, target, run_card(asdict(config), config.trainer.steps))
     for _ in stream:
         pass

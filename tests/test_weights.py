@@ -15,19 +15,46 @@ from nemo_flashrl.weights.hf_folder import write_hf_folder
 from nemo_flashrl.weights.hf_tensors import HfTensors
 from nemo_flashrl.weights.mapping import Layout, Place, find_rule
 
+ROPE = {
+    "linear": ("qwen2", {"type": "linear", "factor": 3.0}),
+    "llama3": (
+        "llama",
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 3.0,
+            "original_max_position_embeddings": 24,
+        },
+    ),
+    "yarn": ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}),
+    "yarn_moe": ("qwen3_moe", {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "attention_factor": 1.4}),
+    "yarn_mscale": ("mixtral", {"rope_type": "yarn", "factor": 2.0, "mscale": 2.0, "mscale_all_dim": 0.5}),
+    "yarn_llama": ("llama", {"rope_type": "yarn", "factor": 8.0, "truncate": False}),
+}
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, dict]:
     root = tmp_path_factory.mktemp("weights")
     folders = [
-        write_model(root / f"{family}-{tied}", family, tied=tied) for family in FAMILIES for tied in (False, True)
+        write_model(root / f"{family}-{name}", family, tied=name == "tied")
+        for family in FAMILIES
+        for name in ("tied", "untied")
     ]
+    folders += [
+        write_model(root / f"{name}-rope", family, rope_scaling=scaling, rope_theta=100.0, head_dim=16)
+        for name, (family, scaling) in ROPE.items()
+    ]
+    folders += [write_model(root / f"{family}-experts", family) for family in ("mixtral", "qwen3_moe")]
+    folders += [write_model(root / "llama-chunks", "llama", num_hidden_layers=4, head_dim=24, tied=True)]
     run_ranks(4, "weights", root / "report.json", *folders)
     return json.loads((root / "report.json").read_text())
 
 
 def test_every_family_returns_bit_equal_at_every_parallel_size(report) -> None:
-    assert len(report) == 32  # 4 families x tied or not x 4 parallel sizes
+    # 5 families, tied at 3 sizes and untied at 2; kinds of RoPE; 2 families x 3 expert sizes; a virtual pipeline
+    assert len(report) == 25 + len(ROPE) + 6 + 1
     for case, result in report.items():
         assert result["names_equal"], case
         assert result["bit_equal"], case
@@ -35,7 +62,7 @@ def test_every_family_returns_bit_equal_at_every_parallel_size(report) -> None:
 
 def test_megatron_logits_equal_transformers(report) -> None:
     differences = {case: r["logits_difference"] for case, r in report.items() if "logits_difference" in r}
-    assert len(differences) == 16
+    assert len(differences) == 10 + len(ROPE) + 4
     # 515 tokens are padded to 640 and 768 rows; the difference is relative to the largest logit
     assert max(differences.values()) < 1e-5, differences
 

@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from nemo_flashrl.records import Trajectory
@@ -33,21 +35,38 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),  # heads x head_dim is not hidden_size
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+    ),
 }
 
 
 def write_model(
-    folder: Path, family: str = "qwen2", *, vocab_size: int = 515, tied: bool = False, seed: int = 0
+    folder: Path,
+    family: str = "qwen2",
+    *,
+    vocab_size: int = 515,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
 ) -> Path:
-    """A random fp32 checkpoint; biases and norms are random too, so that a lost or swapped one shows."""
+    """A random checkpoint; biases and norms are random too, so that a lost or swapped one shows.
+
+    `fields` replace those of the family's config.json.
+    """
     config_class, model_class, extra = FAMILIES[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(vocab_size=vocab_size, tie_word_embeddings=tied, **SIZES, **extra))
+    model = model_class(
+        config_class(**{"vocab_size": vocab_size, "tie_word_embeddings": tied, **SIZES, **extra, **fields})
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
     model.generation_config.save_pretrained(folder)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

@@ -39,14 +39,25 @@ class ModelConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Two low-rank factors beside layers are trained in place of the weights; exports hold their product merged in."""
+
+    rank: int = within(0, 0)  # 0: no LoRA
+    alpha: float = within(32.0, ABOVE_ZERO)  # the product counts alpha / rank
+    targets: list[str] = field(  # Megatron's layers: q, k and v | o | gate and up | down
+        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+    )
+
+
+@dataclass
 class ParallelConfig:
     """How the model is spread; data parallelism takes what the world size leaves."""
 
     tensor: int = within(1, 1)
     pipeline: int = within(1, 1)
     context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
-    context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
+    expert: int = within(1, 1)  # experts of a layer are spread over this many data-parallel ranks
     overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
 
 
@@ -139,6 +150,7 @@ class RunConfig:
 
     output: str = MISSING  # folder of everything the run leaves; one that holds this run is gone on with
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -1,39 +1,89 @@
 """A Hugging Face configuration -> the NeMo configuration of the same family.
 
-NeMo's own importers read the file; what they leave out is put right here, in one place, with the reason.
+NeMo's own importers read the file; what they leave out or get wrong is put right here, in one place, with the
+reason. A family is one entry of FAMILIES, and one of `EXPERTS` in weights/mapping.py where it has experts.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from nemo.collections import llm
+from nemo.collections.llm.gpt.model.qwen3 import HFQwen3Importer, Qwen3Model
 
 from nemo_flashrl import platform
+from nemo_flashrl.models.rope_scaling import rope_kind, with_rope_scaling
 from nemo_flashrl.models.segment_attention import segment_layer_spec
 
-# model_type in config.json -> NeMo's importer, which knows the family's configuration class
-IMPORTERS = {
-    "llama": llm.gpt.model.llama.HFLlamaImporter,
-    "qwen2": llm.gpt.model.qwen2.HFQwen2Importer,
-    "qwen3": llm.gpt.model.qwen3.HFQwen3Importer,
-    "mixtral": llm.gpt.model.mixtral.HFMixtralImporter,
+
+@dataclass(frozen=True)
+class Family:
+    """What NeMo has for a `model_type` of config.json."""
+
+    importer: type  # knows the family's configuration class
+    model: type  # what a NeMo checkpoint of the family is loaded as
+    rope_scaling: tuple[str, ...]
+
+
+FAMILIES = {
+    "llama": Family(llm.gpt.model.llama.HFLlamaImporter, llm.LlamaModel, ("default", "linear", "llama3", "yarn")),
+    "qwen2": Family(llm.gpt.model.qwen2.HFQwen2Importer, llm.Qwen2Model, ("default", "linear", "yarn")),
+    "qwen3": Family(HFQwen3Importer, Qwen3Model, ("default", "linear", "yarn")),
+    "qwen3_moe": Family(HFQwen3Importer, Qwen3Model, ("default", "linear", "yarn")),
+    "mixtral": Family(llm.gpt.model.mixtral.HFMixtralImporter, llm.MixtralModel, ("default", "linear", "yarn")),
+}
+# Fields of config.json that change the computation, with the only value that Megatron's layers here compute.
+FIXED = {
+    "hidden_act": "silu",
+    "partial_rotary_factor": 1.0,
+    "use_sliding_window": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "quantization_config": None,
 }
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """The folder's config.json; a missing or unsupported one is a ValueError that names it."""
+    """The folder's config.json.
+
+    Raises:
+        ValueError: it is missing, of a family that is not supported, or says what the family's NeMo class cannot do.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path={str(folder)!r} holds no config.json: give a Hugging Face checkpoint folder")
-    config = json.loads(path.read_text())
-    if config.get("model_type") not in IMPORTERS:
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
         raise ValueError(
             f"model.path={str(folder)!r} has model_type {config.get('model_type')!r}; "
-            f"supported: {', '.join(sorted(IMPORTERS))} (one entry in nemo_flashrl/models/families.py adds a family)"
+            f"supported: {', '.join(sorted(FAMILIES))} (one entry in nemo_flashrl/models/families.py adds a family)"
+        )
+    for name, only in FIXED.items():
+        if (config.get(name) or only) != only:
+            raise ValueError(f"{path}: {name}={config[name]!r} is not supported, {only!r} alone is")
+    if config["model_type"] == "mixtral" and config.get("sliding_window") is not None:
+        raise ValueError(f"{path}: sliding_window={config['sliding_window']!r} is not supported, null alone is")
+    if config.get("rope_parameters"):
+        raise ValueError(
+            f"{path}: rope_parameters is how transformers 5 writes rope_theta and rope_scaling, and older readers "
+            "ignore it: write those two fields instead"
+        )
+    if rope_kind(config) not in family.rope_scaling:
+        raise ValueError(
+            f"{path}: rope_scaling.rope_type={rope_kind(config)!r} of a {config['model_type']} model is not "
+            f"supported; supported: {', '.join(family.rope_scaling)}"
         )
     return config
 
@@ -42,6 +92,41 @@ def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) 
     """Rows of the embedding matrix: the next multiple that every tensor rank can take an equal share of."""
     multiple = divisible_by * tensor_parallel
     return -(-vocab_size // multiple) * multiple
+
+
+def portable_config(folder: str | Path, dtype: torch.dtype = torch.float32) -> llm.GPTConfig:
+    """The NeMo configuration of a Hugging Face folder, for no platform and no parallel sizes in particular."""
+    source = read_hf_config(folder)
+    config = _imported(FAMILIES[source["model_type"]].importer, Path(folder))
+    # NeMo 2.7 importers: Qwen2 drops the tie flag, Qwen3 ignores head_dim and the experts, and the length of the
+    # positions is kept by some alone.
+    config.share_embeddings_and_output_weights = bool(source.get("tie_word_embeddings", False))
+    if source.get("head_dim"):
+        config.kv_channels = source["head_dim"]
+    config.seq_length = source.get("max_position_embeddings", config.seq_length)
+    if source["model_type"] == "qwen3_moe":
+        config.num_moe_experts = source["num_experts"]
+        config.moe_router_topk = source["num_experts_per_tok"]
+        # Probabilities over the chosen experts alone are those of a softmax after the choice.
+        config.moe_router_pre_softmax = not source.get("norm_topk_prob", False)
+    config.vocab_size = source["vocab_size"]
+    config.params_dtype, config.bf16, config.fp16 = dtype, dtype == torch.bfloat16, dtype == torch.float16
+    return with_rope_scaling(config, source)
+
+
+def _imported(importer: type, folder: Path) -> llm.GPTConfig:
+    """As NeMo's importer reads it, from a folder that has what it insists on and a name that tells it nothing.
+
+    NeMo 2.7 fails without a generation_config.json and takes another class where the path holds "8x22b".
+    """
+    with tempfile.TemporaryDirectory() as copy:
+        (Path(copy) / "generation_config.json").write_text("{}")
+        for name in ("config.json", "generation_config.json"):
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, Path(copy) / name)
+        reader = importer(copy)
+        reader.trust_remote_code = False
+        return reader.config
 
 
 def nemo_config(
@@ -58,38 +143,26 @@ def nemo_config(
 
     Raises ValueError for a family that is not supported and for RoPE scaling that NeMo's class cannot express.
     """
-    source = read_hf_config(folder)
-    importer = IMPORTERS[source["model_type"]](str(folder))
-    importer.trust_remote_code = False
-    config = importer.config
-    # NeMo 2.7 importers: Qwen2 drops the tie flag, Qwen3 ignores head_dim, all preset an unpadded vocab_size.
-    config.share_embeddings_and_output_weights = bool(source.get("tie_word_embeddings", False))
-    if source.get("head_dim"):
-        config.kv_channels = source["head_dim"]
-    config.vocab_size = padded_vocab_size(source["vocab_size"], vocab_divisible_by, tensor_parallel)
+    config = portable_config(folder, dtype)
+    config.vocab_size = padded_vocab_size(config.vocab_size, vocab_divisible_by, tensor_parallel)
     config.seq_length = context_length
-    config.params_dtype, config.bf16, config.fp16 = dtype, dtype == torch.bfloat16, False
     # Microbatches differ in shape, so pipeline stages exchange shapes; Megatron refuses that beside its default
     # token dispatcher, in dense models too.
     config.variable_seq_lengths = pipeline_parallel > 1
     config.moe_token_dispatcher_type = "alltoall"
+    # A balancing loss would be weighed against the policy's by the number of microbatches.
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff = "none", 0.0
     config.recompute_granularity = None if recompute == "none" else recompute
     if recompute == "full":
         config.recompute_method, config.recompute_num_layers = "uniform", 1
-    _check_rope(source)
-    if not platform.has_gpu():  # Transformer Engine's layers need one
+    return for_this_platform(config)
+
+
+def for_this_platform(config: llm.GPTConfig) -> llm.GPTConfig:
+    """`config`, changed in place where the platform decides."""
+    if not platform.has_gpu():  # Transformer Engine's layers and grouped products need one
         config.transformer_layer_spec = segment_layer_spec
+        config.moe_grouped_gemm = config.moe_permute_fusion = False
     for name, value in platform.model_overrides().items():
         setattr(config, name, value)
     return config
-
-
-def _check_rope(source: dict[str, Any]) -> None:
-    scaling = source.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    supported = {"llama": {"default", "llama3"}}.get(source["model_type"], {"default"})
-    if kind not in supported:
-        raise ValueError(
-            f"rope_scaling.rope_type={kind!r} of a {source['model_type']} model is not supported; "
-            f"supported: {', '.join(sorted(supported))}"
-        )

@@ -16,6 +16,7 @@ from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.models.loss_reduction import PolicyLossReduction, loss_scale, token_batch
 from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head
 from nemo_flashrl.weights.hf_folder import load_hf_folder
+from nemo_flashrl.weights.lora import LoraSettings, add_lora
 
 
 class PolicyModel(llm.GPTModel):
@@ -26,6 +27,7 @@ class PolicyModel(llm.GPTModel):
         algorithm: the loss; see `nemo_flashrl.algorithms.algorithm`.
         head: the tokenizer's vocabulary size, the sampler's temperature, and how the policy head computes.
         hf_folder: Hugging Face checkpoint whose weights the shards are filled with; None leaves them as initialised.
+        lora: train adapters beside a frozen model; None trains the model.
         seed: of initialisation and dropout.
     """
 
@@ -36,6 +38,7 @@ class PolicyModel(llm.GPTModel):
         head: HeadSettings,
         *,
         hf_folder: str | Path | None = None,
+        lora: LoraSettings | None = None,
         seed: int = 0,
         optim: Any = None,
         tokenizer: Any = None,
@@ -44,6 +47,7 @@ class PolicyModel(llm.GPTModel):
         self.algorithm = algorithm
         self.seed = seed
         self.hf_folder = hf_folder
+        self.lora = lora
         self.head = head
 
     def configure_model(self, vp_stage: int | None = None) -> None:
@@ -54,6 +58,8 @@ class PolicyModel(llm.GPTModel):
             PolicyHead.install(self.module, self.head)
         if self.hf_folder is not None:
             load_hf_folder(self.module, self.hf_folder, self.head.vocab_size)
+        if self.lora is not None:
+            add_lora(self.module, self.lora)
 
     def data_step(self, dataloader_iter: Any) -> dict[str, Tensor]:
         """The next microbatch, as the data module made it."""
@@ -81,16 +87,6 @@ class PolicyModel(llm.GPTModel):
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
         return self(batch["tokens"], batch["position_ids"], packed_seq_params=packed_seq_params(batch))
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves whole parameters on every rank: refit, reference and export read them before a forward pass does.
-
-        Megatron's `overlap_param_gather` would gather them no sooner than that.
-        """
-        super().optimizer_step(*args, **kwargs)
-        strategy = self.trainer.strategy
-        if strategy.ddp_config.overlap_param_gather:
-            strategy.megatron_parallel.force_param_sync()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Leaves whole parameters on every rank: refit, reference and export read them before a forward pass does.

@@ -32,6 +32,10 @@ def segment_layer_spec(config: GPTConfig) -> ModuleSpec:
     """NeMo's local layer with this attention in it."""
     spec = local_layer_spec(config)
     spec.submodules.self_attention.submodules.core_attention = SegmentAttention
+    if config.num_moe_experts:
+        # Names in distributed checkpoints are Transformer Engine's, whose layers of experts keep this norm apart;
+        # Megatron 0.15 renames it here all the same.
+        spec.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     return spec
 
 

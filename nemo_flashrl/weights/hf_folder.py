@@ -3,82 +3,161 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel as MegatronGPTModel
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_flashrl.weights.hf_tensors import HfTensors
+from nemo_flashrl import platform
+from nemo_flashrl.weights.hf_tensors import INDEX, HfTensors
 from nemo_flashrl.weights.mapping import Layout, Place, find_rule
-from nemo_flashrl.weights.shards import local_parameters
+from nemo_flashrl.weights.new_folder import new_folder
+from nemo_flashrl.weights.shards import Model, chunks_of, local_parameters
 
 MAX_SHARD_BYTES = 5 * 2**30  # transformers' own default
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
 @torch.no_grad()
-def load_hf_folder(model: MegatronGPTModel, folder: str | Path, vocab_size: int) -> None:
-    """Fill this rank's shard from a folder, in place; ValueError names a tensor that is missing or misshapen."""
+def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
+    """Fill this rank's shard from a folder, in place. A collective of all ranks.
+
+    Raises:
+        ValueError: names a tensor that is missing or misshapen, or one that no parameter of the model takes.
+    """
     source = HfTensors(folder)
-    layout = Layout.of(model.config, vocab_size)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
+    layout = Layout.of(chunks_of(model)[0].config, vocab_size)
+    used: set[str] = set()
     for name, layer, parameter in local_parameters(model):
         rule = find_rule(name)
-        names = rule.hf_names(name, layer)
+        place, first_expert = _place(parameter, rule.of_expert, layout)
+        names = rule.hf_names(name, layer, layout, first_expert)
         if name == "output_layer.weight" and layout.tied:
             names = ["model.embed_tokens.weight"]
-        shard = rule.from_hf([source[n] for n in names], layout, Place(rank, size, parameter.shape))
+        shard = rule.from_hf([source[n] for n in names], layout, place)
         if shard.shape != parameter.shape:
             given, own = tuple(shard.shape), tuple(parameter.shape)
             raise ValueError(f"{', '.join(names)} of {folder} give {given} for {name}, which is {own}")
         parameter.copy_(shard)
+        used.update(names)
+    _check_all_used(source, used, layout)
 
 
-def write_hf_folder(stream: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path) -> None:
+def _place(parameter: Tensor, of_expert: bool, layout: Layout) -> tuple[Place, int]:
+    """Where this rank's shard lies, and the global number of its first expert."""
+    if not of_expert:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return Place(rank, parallel_state.get_tensor_model_parallel_world_size(), parameter.shape), 0
+    rank = parallel_state.get_expert_tensor_parallel_rank()
+    place = Place(rank, parallel_state.get_expert_tensor_parallel_world_size(), parameter.shape)
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    return place, parallel_state.get_expert_model_parallel_rank() * layout.num_experts // ranks
+
+
+def _check_all_used(source: HfTensors, used: set[str], layout: Layout) -> None:
+    everyone: list[set[str]] = [used] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, used, group=platform.object_group())
+    used = set().union(*everyone)
+    if layout.tied:
+        used.add("lm_head.weight")  # some write the tied head too
+    left = sorted(name for name in source.names() - used if not name.endswith("rotary_emb.inv_freq"))
+    if left:
+        raise ValueError(
+            f"{source.folder} holds {left[0]!r}{f' and {len(left) - 1} more' if left[1:] else ''}, "
+            "which no parameter of the model takes: its config.json is of another model"
+        )
+
+
+def write_hf_folder(
+    stream: Iterable[tuple[str, Tensor]], source: str | Path, target: str | Path, card: Mapping[str, Any] | None = None
+) -> None:
     """Write tensors as a Hugging Face checkpoint beside the configuration and tokenizer files of `source`.
 
-    The folder appears whole or not at all: it is written under another name and renamed. An existing one is refused.
+    The folder appears whole or not at all, and an existing one is refused. `card`: what README.md says of the model
+    in place of the source's; without one the source's goes along.
+
+    Raises:
+        ValueError: the target exists, or cannot be written.
     """
-    target = Path(target)
-    if target.exists():
-        raise ValueError(f"{target} exists: an export never overwrites; choose another folder or remove it")
-    staging = target.with_name(f".{target.name}.{os.getpid()}")
-    staging.mkdir(parents=True)
-    try:
-        _write_tensors(stream, staging)
-        for file in Path(source).iterdir():
-            if file.is_file() and file.suffix not in {".safetensors", ".bin"} and "safetensors" not in file.name:
-                shutil.copy2(file, staging / file.name)
-        staging.rename(target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with new_folder(target) as staging:
+        dtypes = _write_tensors(stream, staging)
+        copy_beside_weights(source, staging)
+        _correct_dtype(staging / "config.json", dtypes)
+        if card is not None:
+            (staging / "README.md").write_text(_card_text(card))
 
 
-def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+def copy_beside_weights(source: str | Path, target: Path) -> None:
+    """Copy the files of a Hugging Face folder that are no weights: configuration, tokenizer, chat template, texts."""
+    for file in Path(source).iterdir():
+        if file.is_file() and file.suffix not in WEIGHT_FILES and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, target / file.name)
+
+
+def run_card(configuration: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """What an export's README.md says of the run that made it; `configuration` as nested mappings."""
+    return {
+        "name": Path(configuration["output"]).name,
+        "trained from": Path(configuration["model"]["path"]).name,
+        "optimizer steps": steps,
+        "algorithm": configuration["algorithm"]["name"],
+        "environment": configuration["environment"]["name"],
+        "trajectories a step": configuration["rollout"]["batch_size"],
+        "learning rate": configuration["optimizer"]["learning_rate"],
+        "seed": configuration["trainer"]["seed"],
+    }
+
+
+def _card_text(card: Mapping[str, Any]) -> str:
+    rows = "\n".join(f"| {name} | {value} |" for name, value in card.items())
+    return f"---\nlibrary_name: transformers\n---\n\n# {card['name']}\n\n| | |\n|---|---|\n{rows}\n"
+
+
+def _correct_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
+    """Whoever reads the folder in its own precision looks at the configuration; where that is right it stays as is."""
+    config = json.loads(path.read_text())
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    name = str(next(iter(dtypes))).removeprefix("torch.")
+    if len(dtypes) == 1 and config.get(key, "float32") != name:
+        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+
+
+def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> set[torch.dtype]:
+    """Returns the dtypes that were written."""
+    dtypes: set[torch.dtype] = set()
     weight_map: dict[str, int] = {}
     part: dict[str, Tensor] = {}
     part_bytes = total_bytes = part_number = 0
     for name, tensor in stream:
         size = tensor.numel() * tensor.element_size()
         if part and part_bytes + size > MAX_SHARD_BYTES:
-            save_file(part, folder / f"part-{part_number}", metadata={"format": "pt"})
+            _save(part, folder / f"part-{part_number}")
             part, part_bytes, part_number = {}, 0, part_number + 1
         part[name] = tensor.to("cpu", copy=True).contiguous()
+        dtypes.add(tensor.dtype)
         weight_map[name] = part_number
         part_bytes += size
         total_bytes += size
-    save_file(part, folder / f"part-{part_number}", metadata={"format": "pt"})
+    _save(part, folder / f"part-{part_number}")
     if part_number == 0:
         (folder / "part-0").rename(folder / "model.safetensors")
-        return
+        return dtypes
     names = [f"model-{n + 1:05d}-of-{part_number + 1:05d}.safetensors" for n in range(part_number + 1)]
     for number, file_name in enumerate(names):
         (folder / f"part-{number}").rename(folder / file_name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return dtypes
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the file system's own error, as text
+        raise OSError(str(error)) from error

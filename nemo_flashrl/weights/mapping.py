@@ -2,7 +2,7 @@
 
 A rule sees the tensor-parallel shards of one parameter, in rank order, and answers with whole Hugging Face tensors;
 backwards it cuts one rank's shard out of them. Names cover Megatron's local layers and Transformer Engine's, which
-fuse a norm into the linear layer behind it.
+fuse a norm into the linear layer behind it and keep a rank's experts in one grouped layer.
 
 Legend: H = hidden size, V = vocabulary, F = feed-forward size, g = key/value groups, r = query heads per group,
 d = head size.
@@ -27,6 +27,8 @@ class Layout:
     heads_per_group: int
     head_dim: int
     tied: bool
+    experts: str = ""  # whose names the experts have, a key of EXPERTS; "" without any
+    num_experts: int = 0  # of a layer, over all ranks
 
     @classmethod
     def of(cls, config, vocab_size: int) -> Layout:
@@ -38,12 +40,21 @@ class Layout:
             heads_per_group=config.num_attention_heads // groups,
             head_dim=config.kv_channels,
             tied=config.share_embeddings_and_output_weights,
+            experts=_experts_of(config) if config.num_moe_experts else "",
+            num_experts=config.num_moe_experts or 0,
         )
+
+
+def _experts_of(config) -> str:
+    for base in type(config).__mro__:
+        if base.__name__ in EXPERTS:
+            return base.__name__
+    raise ValueError(f"no names of experts for a {type(config).__name__} (nemo_flashrl/weights/mapping.py)")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shard lies: tensor rank, tensor size, and the parameter's own shape there."""
+    """Where a shard lies: tensor rank, tensor size (of experts' own), and the parameter's shape there."""
 
     rank: int
     size: int
@@ -56,8 +67,8 @@ FromHf = Callable[[Sequence[Tensor], Layout, "Place"], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """`hf` holds the Hugging Face names that one Megatron parameter is made of; `{layer}` is the global number,
-    `{expert}` comes from the pattern."""
+    """`hf` holds the Hugging Face names that one Megatron parameter is made of; `{layer}` and `{expert}` are global
+    numbers, the pattern's `expert` is the rank's own, and `{experts}` and the like are filled from EXPERTS."""
 
     pattern: re.Pattern[str]
     hf: tuple[str, ...]
@@ -65,9 +76,19 @@ class Rule:
     from_hf: FromHf
     sharded: bool  # False: every tensor rank holds the same
 
-    def hf_names(self, name: str, layer: int) -> list[str]:
-        """The Hugging Face names that Megatron parameter `name` of global layer `layer` is made of."""
-        return [hf.format(layer=layer, **self.pattern.match(name).groupdict()) for hf in self.hf]
+    def hf_names(self, name: str, layer: int, layout: Layout, first_expert: int = 0) -> list[str]:
+        """The Hugging Face names that Megatron parameter `name` of global layer `layer` is made of.
+
+        `first_expert` is the global number of the first expert of the rank that holds the parameter.
+        """
+        expert = first_expert + int(self.pattern.match(name).groupdict().get("expert", 0))
+        names = EXPERTS.get(layout.experts, {})
+        return [hf.format(layer=layer, expert=expert, **names) for hf in self.hf]
+
+    @property
+    def of_expert(self) -> bool:
+        """Experts are spread over groups of ranks of their own."""
+        return "expert" in self.pattern.groupindex
 
 
 def _whole_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
@@ -143,8 +164,20 @@ def _rule(pattern: str, hf: Sequence[str], kind: str) -> Rule:
 
 _LAYER = r"decoder\.layers\.\d+\."
 _HF = "model.layers.{layer}."
-_EXPERT = r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
-_HF_EXPERT = _HF + "block_sparse_moe.experts.{expert}."
+# Megatron's local layers hold experts one by one, Transformer Engine's as weight0, weight1, ... of one layer.
+_ONE = _LAYER + r"mlp\.experts\.local_experts\.(?P<expert>\d+)\."
+_GROUPED = _LAYER + r"mlp\.experts\."
+_EXPERT = _HF + "{moe}.experts.{expert}."
+# NeMo's configuration class of a family with experts -> what Hugging Face calls their parts
+EXPERTS = {
+    "MixtralConfig": {"moe": "block_sparse_moe", "gate": "w1.weight", "up": "w3.weight", "down": "w2.weight"},
+    "Qwen3MoEConfig": {
+        "moe": "mlp",
+        "gate": "gate_proj.weight",
+        "up": "up_proj.weight",
+        "down": "down_proj.weight",
+    },
+}
 
 RULES = (
     _rule(r"embedding\.word_embeddings\.weight", ["model.embed_tokens.weight"], "vocab"),
@@ -166,10 +199,11 @@ RULES = (
     _rule(_LAYER + r"self_attention\.linear_qkv\.bias", [_HF + f"self_attn.{p}_proj.bias" for p in "qkv"], "qkv"),
     _rule(_LAYER + r"self_attention\.linear_proj\.weight", [_HF + "self_attn.o_proj.weight"], "rows"),
     _rule(_LAYER + r"mlp\.linear_fc1\.weight", [_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight"], "gate_up"),
-    # Mixtral: experts of local layers, one linear layer each
-    _rule(_LAYER + r"mlp\.router\.weight", [_HF + "block_sparse_moe.gate.weight"], "whole"),
-    _rule(_LAYER + _EXPERT + r"linear_fc1\.weight", [_HF_EXPERT + "w1.weight", _HF_EXPERT + "w3.weight"], "gate_up"),
-    _rule(_LAYER + _EXPERT + r"linear_fc2\.weight", [_HF_EXPERT + "w2.weight"], "rows"),
+    _rule(_LAYER + r"mlp\.router\.weight", [_HF + "{moe}.gate.weight"], "whole"),
+    _rule(_ONE + r"linear_fc1\.weight", [_EXPERT + "{gate}", _EXPERT + "{up}"], "gate_up"),
+    _rule(_ONE + r"linear_fc2\.weight", [_EXPERT + "{down}"], "rows"),
+    _rule(_GROUPED + r"linear_fc1\.weight(?P<expert>\d+)", [_EXPERT + "{gate}", _EXPERT + "{up}"], "gate_up"),
+    _rule(_GROUPED + r"linear_fc2\.weight(?P<expert>\d+)", [_EXPERT + "{down}"], "rows"),
     _rule(_LAYER + r"mlp\.linear_fc2\.weight", [_HF + "mlp.down_proj.weight"], "rows"),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,31 +12,65 @@ from safetensors.torch import load_file
 from nemo_flashrl import platform
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes; `expert_tensor` 0 is the dense layers'."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 0
+    chunks: int = 1  # of the virtual pipeline, on every stage
+
+    def __str__(self) -> str:
+        return f"tp{self.tensor} pp{self.pipeline} ep{self.expert} etp{self.expert_tensor} vp{self.chunks}"
+
+
+# The end of a folder's name says at which sizes it is tried.
+SIZES = {
+    "untied": (Sizes(tensor=2), Sizes(2, 2)),
+    "tied": (Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)),
+    "rope": (Sizes(),),
+    "experts": (Sizes(2, expert=2), Sizes(pipeline=2, expert=2), Sizes(2, expert=2, expert_tensor=1)),
+    "chunks": (Sizes(pipeline=2, chunks=2),),
+}
+
+
 def main(out: Path, *folders: Path) -> None:
     torch.distributed.init_process_group(platform.backend())
     report = {}
     for folder in folders:
-        for tensor, pipeline in ((1, 1), (2, 1), (1, 2), (2, 2)):
-            report[f"{folder.name} tp{tensor} pp{pipeline}"] = check(folder, tensor, pipeline)
+        for sizes in SIZES[folder.name.rsplit("-")[-1]]:
+            report[f"{folder.name} {sizes}"] = check(folder, sizes)
     if torch.distributed.get_rank() == 0:
         out.write_text(json.dumps(report))
 
 
-def check(folder: Path, tensor: int, pipeline: int) -> dict[str, float | bool]:
-    """Largest difference of tensors (rank 0) and of logits (pipeline of one stage)."""
+def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
+    """Whether tensors return bit-equal (rank 0), and the largest difference of logits (pipeline of one stage)."""
     from megatron.core import parallel_state
 
     from nemo_flashrl.models.families import nemo_config, read_hf_config
     from nemo_flashrl.weights.hf_folder import load_hf_folder
     from nemo_flashrl.weights.shards import stream_hf_tensors
 
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(
+        sizes.tensor,
+        sizes.pipeline,
+        sizes.chunks if sizes.chunks > 1 else None,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor or sizes.tensor,
+    )
     platform.seed_model_parallel(0)
     source = read_hf_config(folder)
-    config = nemo_config(folder, context_length=128, tensor_parallel=tensor, pipeline_parallel=pipeline)
-    config.tensor_model_parallel_size, config.pipeline_model_parallel_size = tensor, pipeline
+    config = nemo_config(folder, context_length=128, tensor_parallel=sizes.tensor, pipeline_parallel=sizes.pipeline)
+    config.tensor_model_parallel_size, config.pipeline_model_parallel_size = sizes.tensor, sizes.pipeline
+    config.expert_model_parallel_size = sizes.expert
+    config.expert_tensor_parallel_size = sizes.expert_tensor or sizes.tensor
+    config.virtual_pipeline_model_parallel_size = sizes.chunks if sizes.chunks > 1 else None
     config.pipeline_dtype = torch.float32
-    model = config.configure_model(tokenizer=None).eval()
+    chunks = [config.configure_model(tokenizer=None, vp_stage=stage).eval() for stage in range(sizes.chunks)]
+    model = chunks if sizes.chunks > 1 else chunks[0]
     load_hf_folder(model, folder, source["vocab_size"])
     original = load_file(folder / "model.safetensors")
     streamed = {name: t.clone() for name, t in stream_hf_tensors(model, source["vocab_size"])}
@@ -43,8 +78,8 @@ def check(folder: Path, tensor: int, pipeline: int) -> dict[str, float | bool]:
     if torch.distributed.get_rank() == 0:
         result["names_equal"] = streamed.keys() == original.keys()
         result["bit_equal"] = all(torch.equal(streamed[name], original[name]) for name in original)
-    if pipeline == 1:
-        result["logits_difference"] = logits_difference(model, folder, source["vocab_size"], tensor)
+    if sizes.pipeline == 1:
+        result["logits_difference"] = logits_difference(model, folder, source["vocab_size"], sizes.tensor)
     parallel_state.destroy_model_parallel()
     return result
 
@@ -59,5 +94,7 @@ def logits_difference(model, folder: Path, vocab_size: int, tensor: int) -> floa
     local = model(tokens, positions, None)
     shards = [torch.empty_like(local) for _ in range(tensor)]
     torch.distributed.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
+    if torch.distributed.get_rank() != 0:
+        return 0.0
     expected = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits
     return float((torch.cat(shards, -1)[..., :vocab_size] - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,163 @@
+"""LoRA (Hu et al. 2021) with NeMo's own adapters: the base is frozen, two low-rank factors beside a layer are trained.
+
+NeMo's LoRA is a trainer callback that holds back the set-up of optimizer and checkpoints and saves the adapters alone.
+Here adapters are part of the model from the start, so a checkpoint holds base and adapters, and reference policy, refit
+and resume need to know nothing of it. A layer's names in a checkpoint are those that it has without an adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel as MegatronGPTModel
+from nemo.collections.llm.peft.lora import LoRALinear
+from nemo.collections.llm.peft.utils import ParallelLinearAdapter, get_adapter_attributes_from_linear
+from safetensors.torch import save_file
+from torch import Tensor
+
+from nemo_flashrl.weights.mapping import Layout, find_rule
+from nemo_flashrl.weights.new_folder import new_folder
+
+TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+WRAPPED = "to_wrap."  # what NeMo's wrapper puts before the name of a layer's own parameter
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Megatron's names of the layers, which hold several of Hugging Face's each."""
+
+    rank: int
+    alpha: float = 32.0
+    targets: Sequence[str] = TARGETS
+
+
+def add_lora(model: MegatronGPTModel, settings: LoraSettings) -> None:
+    """Freeze `model` and put adapters beside its target layers, in place; they start as zero.
+
+    Raises:
+        ValueError: a target of which the model has none outside its experts.
+    """
+    model.requires_grad_(False)
+    for target in settings.targets:
+        pattern = rf"decoder\.layers\.\d+\.\w+\.{target}"
+        names = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
+        if not names:
+            raise ValueError(f"lora.targets: the model has no {target} outside its experts, whose layers take none")
+        for name in names:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            setattr(parent, target, _with_adapter(getattr(parent, target), name, settings))
+    if model.pre_process:  # recomputed layers have gradients only if what goes into them has
+        model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+
+
+def _with_adapter(layer: torch.nn.Module, name: str, settings: LoraSettings) -> LoRALinear:
+    is_parallel, inputs, outputs, no_gather, base_is_parallel = get_adapter_attributes_from_linear(layer)
+    adapter = ParallelLinearAdapter(
+        inputs,
+        outputs,
+        settings.rank,
+        base_linear_name=name,
+        activation="identity",
+        input_is_parallel=is_parallel,
+        model_parallel_config=layer.config,
+        alpha=settings.alpha,
+        disable_sequence_parallel_comm=no_gather,
+        base_linear_is_parallel=base_is_parallel,
+    )
+    wrapper = LoRALinear(layer, adapter.to(layer.weight.dtype))
+    wrapper.register_load_state_dict_pre_hook(_own_names)
+    return wrapper
+
+
+def _own_names(module: LoRALinear, state_dict: dict, prefix: str, *_) -> None:
+    """NeMo's wrapper saves the layer under the name that it has without an adapter, and cannot load it from there."""
+    for name in list(module.to_wrap.state_dict()):
+        if prefix + name in state_dict:
+            state_dict[prefix + WRAPPED + name] = state_dict.pop(prefix + name)
+
+
+def without_wrapper(name: str) -> str:
+    """A parameter's name in the model without LoRA."""
+    return name.replace(f".{WRAPPED}", ".")
+
+
+def adapters(model: torch.nn.Module) -> dict[str, LoRALinear]:
+    """Name of a layer -> its wrapper; empty without LoRA."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def merged(models: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
+    """What a parameter counts for in inference: itself, or with its adapter's product added in fp32.
+
+    For a layer with an adapter the answer is a collective of the tensor-parallel group.
+    """
+    wrappers = {id(wrapper.to_wrap.weight): wrapper for model in models for wrapper in adapters(model).values()}
+
+    @torch.no_grad()
+    def value(parameter: Tensor) -> Tensor:
+        wrapper = wrappers.get(id(parameter))
+        if wrapper is None:
+            return parameter.detach()
+        down, up = factors(wrapper)
+        return (parameter.float() + up @ down).to(parameter.dtype)
+
+    return value
+
+
+def factors(wrapper: LoRALinear) -> tuple[Tensor, Tensor]:
+    """(down [rank, inputs], up [outputs, rank]) in fp32, scaled, for this rank's shard of the layer's weight."""
+    adapter = wrapper.adapter
+    down, up = adapter.linear_in.weight.detach(), adapter.linear_out.weight.detach()
+    if adapter.input_is_parallel:  # a row-parallel layer has all outputs
+        up = _gathered(up)
+    else:
+        down = _gathered(down)
+    return down.float(), up.float() * (adapter.alpha / adapter.dim)
+
+
+def _gathered(shard: Tensor) -> Tensor:
+    group = parallel_state.get_tensor_model_parallel_group()
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, shard.contiguous(), group=group)
+    return torch.cat(shards)
+
+
+def write_adapter(model: MegatronGPTModel, base: str, target: str | Path) -> None:
+    """Write the adapters of a model that this process holds whole as a PEFT folder for the model `base`.
+
+    One factor down serves all of Hugging Face's layers that Megatron keeps as one, so it is written once for each.
+
+    Raises:
+        ValueError: the target exists, or cannot be written.
+    """
+    layout = Layout.of(model.config, 0)
+    tensors: dict[str, Tensor] = {}
+    for name, wrapper in adapters(model).items():
+        layer = model.get_submodule(".".join(name.split(".")[:3])).layer_number - 1
+        rule = find_rule(f"{name}.weight")
+        adapter = wrapper.adapter
+        ups = rule.to_hf([adapter.linear_out.weight.detach()], layout)
+        for hf_name, up in zip(rule.hf_names(f"{name}.weight", layer, layout), ups, strict=True):
+            module = f"base_model.model.{hf_name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = adapter.linear_in.weight.detach().clone()
+            tensors[f"{module}.lora_B.weight"] = up.clone().contiguous()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.dim,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "inference_mode": True,
+    }
+    with new_folder(target) as folder:
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
