@@ -226,4 +226,5 @@ class ServerPool:
 
 
 def _excerpt(content: bytes) -> str:
-    return content[:300].decode(errors="replace").strip() or "(nothing)"
+    """On one line, so that it can stand in a message."""
+    return " ".join(content[:300].decode(errors="replace").split()) or "(nothing)"
