@@ -18,6 +18,7 @@ from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.data.context_parallel import length_multiple
+from nemo_flashrl.data.length_batcher import usable_context
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
@@ -94,10 +95,11 @@ async def _check_prompts(config: RunConfig, parts: Parts) -> None:
             raise ValueError(f"environment.name={config.environment.name!r}: reset of task {index}: {what}") from error
         finally:
             await environment.close()
-        if length >= config.model.context_length:
+        margin = config.batching.context_margin
+        if length >= usable_context(config.model.context_length, margin):
             raise ValueError(
                 f"model.context_length={config.model.context_length}: the prompt of task {index} has {length} tokens "
-                "and leaves no room for an answer"
+                f"and leaves no room for an answer, with batching.context_margin={margin} of the context kept free"
             )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.data.length_batcher import usable_context
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight import Parts, prepare
 from nemo_flashrl.records import Sampling
@@ -145,7 +146,7 @@ def episode_limits(config: RunConfig) -> Limits:
     rollout = config.rollout
     return Limits(
         max_turns=rollout.max_turns,
-        max_context=config.model.context_length,
+        max_context=usable_context(config.model.context_length, config.batching.context_margin),
         max_observation_tokens=rollout.max_observation_tokens,
         step_timeout=rollout.step_timeout,
         episode_timeout=rollout.episode_timeout,

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from nemo_flashrl import platform
 from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
 from nemo_flashrl.data.datamodule import RankStep, RolloutDataModule
+from nemo_flashrl.diagnostics.action_share import ActionShareWarning
 from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines
 from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, trajectory_metrics
 from nemo_flashrl.diagnostics.progress import Progress
@@ -51,6 +52,7 @@ class RLMetricsCallback(pl.Callback):
         self._sums: dict[str, float] | None = None
         self._step_started = 0.0
         self._progress: Progress | None = None
+        self._action_share = ActionShareWarning()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The writing rank alone has a terminal."""
@@ -91,6 +93,7 @@ class RLMetricsCallback(pl.Callback):
         }
         self._write(record, step, trainer)
         self._progress.step_done(record)
+        self._action_share.see(number, record["action_token_share"])
 
     def _times(self, step: RankStep) -> dict[str, float]:
         seconds = time.perf_counter() - self._step_started

@@ -1,7 +1,8 @@
 """Collected batches -> what each rank's optimizer step runs, through NeMo's data sampler seam.
 
 rank 0: collect (B trajectories) -> weigh (global advantages and weights) -> plan microbatches for all ranks
-all   : receive this rank's microbatches -> keep the context-parallel share of each -> MegatronStrategy runs them -> one optimizer step -> the batch is gone
+all   : receive this rank's microbatches -> keep the context-parallel share of each -> MegatronStrategy runs them
+        -> one optimizer step -> the batch is gone
 """
 
 from __future__ import annotations

@@ -26,6 +26,12 @@ _SHOWN = 5  # offenders that an error message lists
 logger = logging.getLogger(__name__)
 
 
+def usable_context(context_length: int, context_margin: float) -> int:
+    """Tokens that a trajectory may have: the limit to give to generation."""
+    # Rounded first: 100 * (1 - 0.43) is 56.99999999999999 in some orders of evaluation, and 57 is meant.
+    return math.floor(round(context_length * (1 - context_margin), 6))
+
+
 def token_cost(num_parameters: float, num_layers: int, attention_width: int) -> TokenCost:
     """The cost of a trajectory of S tokens, in FLOPs of a forward pass: linear * S + quadratic * S^2.
 
@@ -109,9 +115,8 @@ class BatchingSettings:
 
     @property
     def usable_context(self) -> int:
-        """Tokens that a trajectory may have: the limit to give to generation."""
-        # Rounded first: 100 * (1 - 0.43) is 56.99999999999999 in some orders of evaluation, and 57 is meant.
-        return math.floor(round(self.context_length * (1 - self.context_margin), 6))
+        """As the function of this name."""
+        return usable_context(self.context_length, self.context_margin)
 
 
 @dataclass(frozen=True, slots=True)

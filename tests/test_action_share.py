@@ -1,0 +1,23 @@
+"""The warning that most tokens are observations."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_flashrl.diagnostics.action_share import ActionShareWarning
+
+
+def test_it_is_said_once_with_three_remedies(caplog) -> None:
+    warning = ActionShareWarning()
+    for step, share in ((1, 0.05), (2, 0.049), (3, 0.01)):  # 5% itself is enough
+        warning.see(step, share)
+    (message,) = caplog.messages
+    assert message.startswith("step 2: 4.9% of the tokens are actions (under 5%)")
+    for remedy in ("shorten observations", "truncate them (rollout.max_obs", "summarise them (rollout.summarizer)"):
+        assert remedy in message
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
+def test_a_run_that_learns_from_its_tokens_hears_nothing(caplog, share: float) -> None:
+    ActionShareWarning().see(1, share)
+    assert not caplog.messages
