@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Generation, Sampling
@@ -73,3 +77,27 @@ class ScriptedEnvironment:
     async def close(self) -> None:
         self.log.append("close")
         self.on_close()
+
+
+@functools.cache
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte: every text comes back as it was."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+
+
+class TextEngine(ScriptedEngine):
+    """Says the given texts one after another, in one episode; or what `choose` makes of the text so far."""
+
+    def __init__(self, *texts: str, choose: Callable[[str], str] | None = None) -> None:
+        super().__init__()
+        self.texts, self.choose = list(texts), choose
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        tokenizer = text_tokenizer()
+        text = self.choose(tokenizer.decode(list(token_ids))) if self.choose else self.texts.pop(0)
+        self.actions = [tuple(tokenizer(text).input_ids)]
+        return await super().generate(token_ids, sampling)

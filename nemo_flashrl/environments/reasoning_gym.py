@@ -1,0 +1,112 @@
+"""The tasks of reasoning-gym (PyPI `reasoning-gym`): over a hundred generators of questions that can be checked.
+
+One episode: a question, the policy's answer in <answer> tags, and the generator's own score from 0 to 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.environments.scoring import MAX_ANSWER, score
+
+try:
+    import reasoning_gym
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error}: pip install 'nemo_flashrl[reasoning-gym]'") from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which generator; `(seed, i)` fixes question i."""
+
+    dataset: str = "chain_sum"  # a name of reasoning_gym.factory.DATASETS
+    options: dict[str, Any] = field(default_factory=dict)  # of that generator, min_terms say
+    num_tasks: int = 10_000
+    seed: int = 0
+    instruction: str = "Think step by step, then give the final answer alone in <answer> </answer> tags."
+    solved_at: float = 1.0  # the score from which a task counts as solved
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question and what it takes to score an answer to it elsewhere."""
+
+    question: str
+    index: int
+    source: tuple[str, str, int, int]  # dataset, options as JSON, size, seed
+
+
+@functools.cache
+def _dataset(name: str, options: str, size: int, seed: int) -> Any:
+    return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(options))
+
+
+def score_answer(source: tuple[str, str, int, int], index: int, answer: str) -> float:
+    """The generator's score of an answer; runs in a worker process."""
+    dataset = _dataset(*source)
+    return dataset.score_answer(answer, dataset[index])
+
+
+def _last_answer(text: str) -> str | None:
+    """What stands in the last <answer> tags, as reasoning_gym.utils.extract_answer finds it, in linear time."""
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
+
+
+class Tasks(Sequence[Task]):
+    """All questions of `settings`, each made when it is asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        """
+        Raises:
+            ValueError: no such generator, or options that it does not take.
+        """
+        self._source = settings.dataset, json.dumps(settings.options), settings.num_tasks, settings.seed
+        try:
+            self._dataset = _dataset(*self._source)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"environment.settings of reasoning_gym, {settings.dataset!r}: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        return Task(self._dataset[index]["question"], index, self._source)
+
+
+class ReasoningGym:
+    """One question."""
+
+    Settings = Settings
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._task: Task | None = None
+
+    @classmethod
+    def tasks(cls, settings: Settings) -> Sequence[Task]:
+        return Tasks(settings)
+
+    async def reset(self, task: Task) -> list[Message]:
+        self._task = task
+        return [{"role": "user", "content": f"{task.question}\n\n{self._settings.instruction}"}]
+
+    async def step(self, action: str) -> StepResult:
+        answer, reward = _last_answer(action), 0.0
+        if answer is not None and len(answer) <= MAX_ANSWER:
+            reward = await score(score_answer, self._task.source, self._task.index, answer)
+        solved = reward >= self._settings.solved_at
+        outcome = "no_answer" if answer is None else "right" if solved else "wrong"
+        info = {"outcome": outcome, "dataset": self._task.source[0]}
+        return StepResult(reward=reward, done=True, success=solved, info=info)
+
+    async def close(self) -> None:
+        self._task = None

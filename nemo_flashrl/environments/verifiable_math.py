@@ -1,0 +1,124 @@
+"""Single-turn mathematics with an answer that can be checked: a JSONL file, or arithmetic that is made up.
+
+One episode: the question, the policy's reasoning with its answer in \\boxed{}, reward 1 or 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nemo_flashrl.environments.boxed import boxed_answer, is_equal
+from nemo_flashrl.environments.environment import Message, StepResult
+
+_SIGNS = ("+", "-", "*")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which questions; `(seed, i)` fixes made-up question i."""
+
+    path: str | None = None  # JSONL file, an object a line; None: arithmetic is made up
+    question_field: str = "question"
+    answer_field: str = "answer"
+    instruction: str = "Think step by step, then give the final answer in \\boxed{}."
+    num_tasks: int = 10_000  # made up
+    terms: int = 3
+    largest: int = 99
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_tasks < 1 or self.terms < 2 or self.largest < 1:
+            raise ValueError(
+                f"verifiable_math: num_tasks={self.num_tasks} must be at least 1, terms={self.terms} at least 2, "
+                f"largest={self.largest} at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A question and its answer."""
+
+    question: str
+    answer: str
+
+
+class Arithmetic(Sequence[Task]):
+    """Made-up sums and products, each made when it is asked for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __len__(self) -> int:
+        return self._settings.num_tasks
+
+    def __getitem__(self, index: int) -> Task:
+        if not 0 <= index < len(self):
+            raise IndexError(f"task {index} of {len(self)}")
+        settings = self._settings
+        random = np.random.default_rng([settings.seed, index])
+        numbers = random.integers(1, settings.largest + 1, settings.terms).tolist()
+        signs = random.integers(0, len(_SIGNS), settings.terms - 1).tolist()
+        text = str(numbers[0]) + "".join(f" {_SIGNS[s]} {n}" for s, n in zip(signs, numbers[1:], strict=True))
+        products = [numbers[0]]
+        for sign, number in zip(signs, numbers[1:], strict=True):
+            if _SIGNS[sign] == "*":
+                products[-1] *= number
+            else:
+                products.append(number if _SIGNS[sign] == "+" else -number)
+        return Task(f"What is {text}?", str(sum(products)))
+
+
+def read_tasks(settings: Settings) -> list[Task]:
+    """The questions of `settings.path`.
+
+    Raises:
+        ValueError: no such file, or a line that is not an object with both fields.
+    """
+    path = Path(settings.path)
+    if not path.is_file():
+        raise ValueError(f"environment.settings.path={settings.path!r}: there is no such file")
+    tasks = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            tasks.append(Task(str(record[settings.question_field]), str(record[settings.answer_field])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: a JSON object with {settings.question_field!r} and {settings.answer_field!r} is "
+                f"needed ({type(error).__name__}: {error})"
+            ) from error
+    return tasks
+
+
+class VerifiableMath:
+    """One question."""
+
+    Settings = Settings
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._task: Task | None = None
+
+    @classmethod
+    def tasks(cls, settings: Settings) -> Sequence[Task]:
+        return read_tasks(settings) if settings.path else Arithmetic(settings)
+
+    async def reset(self, task: Task) -> list[Message]:
+        self._task = task
+        return [{"role": "user", "content": f"{task.question}\n{self._settings.instruction}"}]
+
+    async def step(self, action: str) -> StepResult:
+        answer = boxed_answer(action)
+        solved = answer is not None and await is_equal(answer, boxed_answer(self._task.answer) or self._task.answer)
+        outcome = "no_answer" if answer is None else "right" if solved else "wrong"
+        return StepResult(reward=float(solved), done=True, success=solved, info={"outcome": outcome})
+
+    async def close(self) -> None:
+        self._task = None

@@ -1,0 +1,166 @@
+"""Single-turn tasks with an answer that can be checked: real verifiers, real generators, episodes through the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doubles import TextEngine, text_tokenizer
+
+from nemo_flashrl import environments
+from nemo_flashrl.config import settings_of
+from nemo_flashrl.environments import scoring
+from nemo_flashrl.environments.boxed import as_number, boxed_answer, is_equal
+from nemo_flashrl.environments.verifiable_math import Arithmetic, Settings, VerifiableMath
+from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.agent import Limits, run_episode
+from nemo_flashrl.rollout.codec import Codec
+
+REASONING_GYM = Path(sys.prefix) / "reasoning-gym"
+
+
+def play(environment: Any, task: Any, *actions: str) -> Trajectory:
+    limits = Limits(max_context=100_000, max_observation_tokens=5000)
+    engine, sampling = TextEngine(*actions), Sampling(max_tokens=5000)
+    return asyncio.run(run_episode(engine, environment, task, Codec(text_tokenizer()), limits, sampling))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("\\boxed{7}", "7"),
+        ("\\boxed{1} no, \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{1} and \\boxed{2", "1"),
+        ("the answer is 7", None),
+        ("\\boxed{" * 100_000, None),
+    ],
+)
+def test_the_last_box_counts(text: str, answer: str | None) -> None:
+    assert boxed_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("-3", Fraction(-3)),
+        ("1,234,567", Fraction(1234567)),
+        ("12,34", None),
+        ("$0.50$", Fraction(1, 2)),
+        ("-\\frac{6}{4}", Fraction(-3, 2)),
+        ("\\dfrac{1}{3}", Fraction(1, 3)),
+        ("2/4", Fraction(1, 2)),
+        ("1/0", None),
+        ("x", None),
+        ("9" * 101, None),
+        ("1e9999999", None),
+    ],
+)
+def test_exact_numbers(text: str, value: Fraction | None) -> None:
+    assert as_number(text) == value
+
+
+def test_equality_is_by_value() -> None:
+    async def all_of_it() -> list[bool]:
+        pairs = [
+            ("0.5", "\\frac{1}{2}"),
+            ("0.3333", "\\frac{1}{3}"),
+            ("x^2+2x+1", "(x+1)^2"),
+            ("x^2+2x", "(x+1)^2"),
+            ("(1,2)", "(1, 2)"),
+            ("\\sqrt{8}", "2\\sqrt{2}"),
+            ("9^{9^{9^{9}}}", "x+1"),
+        ]
+        return [await is_equal(*pair) for pair in pairs]
+
+    assert asyncio.run(all_of_it()) == [True, False, True, False, True, True, False]
+
+
+def test_a_verifier_that_hangs_or_dies_scores_nothing(monkeypatch) -> None:
+    async def all_of_it() -> list[float]:
+        await scoring.score(float, "1")  # the worker is up
+        monkeypatch.setattr(scoring, "_SECONDS", 1.0)
+        hangs = await scoring.score(__import__("time").sleep, 600)
+        monkeypatch.setattr(scoring, "_SECONDS", 60.0)
+        return [hangs, await scoring.score(__import__("os")._exit, 3), await scoring.score(float, "0.25")]
+
+    assert asyncio.run(all_of_it()) == [0.0, 0.0, 0.25]
+
+
+def test_made_up_arithmetic() -> None:
+    tasks = Arithmetic(Settings(num_tasks=50, terms=4, seed=3))
+    assert [tasks[7], tasks[8]] == [Arithmetic(Settings(num_tasks=9, terms=4, seed=3))[i] for i in (7, 8)]
+    for task in tasks:
+        assert eval(task.question.removeprefix("What is ").rstrip("?")) == int(task.answer)
+    assert len({task.question for task in tasks}) == 50
+
+
+def test_an_episode_of_arithmetic() -> None:
+    settings = settings_of(VerifiableMath, {"num_tasks": 5}, "environment")
+    task = VerifiableMath.tasks(settings)[2]
+    right = play(VerifiableMath(settings), task, f"Well, \\boxed{{{task.answer}.0}}")
+    wrong = play(VerifiableMath(settings), task, f"Well, \\boxed{{{task.answer}1}}")
+    silent = play(VerifiableMath(settings), task, f"It is {task.answer}.")
+    assert [(t.reward, t.failed, t.info["outcome"]) for t in (right, wrong, silent)] == [
+        (1.0, False, "right"),
+        (0.0, True, "wrong"),
+        (0.0, True, "no_answer"),
+    ]
+    prompt = text_tokenizer().decode(right.token_ids[~right.action_mask])
+    assert prompt == f"{task.question}\nThink step by step, then give the final answer in \\boxed{{}}."
+
+
+def test_questions_from_a_file(tmp_path) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(
+        '{"problem": "Half?", "solution": "So \\\\boxed{\\\\frac{1}{2}}"}\n\n{"problem": "2?", "solution": 2}\n'
+    )
+    given = {"path": str(path), "question_field": "problem", "answer_field": "solution"}
+    settings = settings_of(VerifiableMath, given, "environment")
+    tasks = VerifiableMath.tasks(settings)
+    assert [task.question for task in tasks] == ["Half?", "2?"]
+    assert play(VerifiableMath(settings), tasks[0], "\\boxed{0.5}").reward == 1.0
+    assert play(VerifiableMath(settings), tasks[1], "\\boxed{0.5}").reward == 0.0
+    with pytest.raises(ValueError, match=r"set.jsonl:1: a JSON object with 'question' and 'solution' is needed"):
+        VerifiableMath.tasks(settings_of(VerifiableMath, {**given, "question_field": "question"}, "environment"))
+    with pytest.raises(ValueError, match="there is no such file"):
+        VerifiableMath.tasks(Settings(path="nowhere.jsonl"))
+
+
+@pytest.fixture
+def reasoning_gym(monkeypatch) -> type:
+    if not REASONING_GYM.is_dir():
+        pytest.skip(f"reasoning-gym is not installed in {REASONING_GYM}: `make setup` does it")
+    monkeypatch.syspath_prepend(str(REASONING_GYM))
+    scoring._pool.cache_clear()  # its workers are to have this path
+    return environments.load("reasoning_gym")
+
+
+def test_an_episode_of_reasoning_gym(reasoning_gym) -> None:
+    given = {"options": {"min_terms": 3, "max_terms": 3}, "num_tasks": 4, "seed": 1}
+    settings = settings_of(reasoning_gym, given, "environment")
+    tasks = reasoning_gym.tasks(settings)
+    assert [len(tasks), tasks[0].question] == [
+        4,
+        "State the final answer to the following arithmetic problem: 4 - 1 - 7 =",
+    ]
+    answers = ("<answer>3</answer> no: <answer> -4 </answer>", "<answer>4</answer>", "-4")
+    episodes = [play(reasoning_gym(settings), tasks[0], answer) for answer in answers]
+    assert [(t.reward, t.failed, t.info["outcome"]) for t in episodes] == [
+        (1.0, False, "right"),
+        (0.0, True, "wrong"),
+        (0.0, True, "no_answer"),
+    ]
+    for bad in ({"dataset": "no_such_set"}, {"options": {"no_such_option": 1}}, {"options": {"min_terms": -1}}):
+        with pytest.raises(ValueError, match="environment.settings of reasoning_gym"):
+            reasoning_gym.tasks(settings_of(reasoning_gym, bad, "environment"))
+
+
+def test_without_its_package_an_environment_says_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.delitem(sys.modules, "nemo_flashrl.environments.reasoning_gym", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'nemo_flashrl\[reasoning-gym\]'"):
+        environments.load("reasoning_gym")
