@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from urllib.parse import urlsplit
 
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.data.length_batcher import usable_context
@@ -64,8 +66,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
             f"rollout.batch_size={config.rollout.batch_size}: must be a multiple of the algorithm's "
             f"group_size ({algorithm.group_size})"
         )
-    if algorithm.needs_reference:
-        raise ValueError("algorithm.settings.kl_coefficient: no reference policy is configured; set it to 0")
+    algorithm = with_reference(config, algorithm)
     if config.rollout.summarizer:
         _load(load_function, config.rollout.summarizer, "rollout.summarizer")
     environment = _load(environments.load, config.environment.name, "environment.name")
@@ -81,6 +82,35 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     parts = Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel, folder)
     asyncio.run(_check_prompts(config, parts))
     return parts
+
+
+def with_reference(config: RunConfig, algorithm: Algorithm) -> Algorithm:
+    """The algorithm with the KL that is configured; a KL without a reference is refused, and the other way round."""
+    reference, kl = config.reference, config.kl
+    if reference.mode == "none":
+        if kl.coefficient > 0:
+            raise ValueError(
+                f"kl.coefficient={kl.coefficient:g} needs a reference policy and reference.mode=none: set it to "
+                "frozen, hard or ema"
+            )
+        if algorithm.needs_reference:
+            raise ValueError(
+                f"algorithm.name={config.algorithm.name!r} needs a reference policy and reference.mode=none: set it to "
+                "frozen, hard or ema"
+            )
+        return algorithm
+    if kl.coefficient == 0 and not reference.evaluate and not algorithm.needs_reference:
+        raise ValueError(
+            f"reference.mode={reference.mode} with kl.coefficient=0 serves nothing: set reference.mode=none, "
+            "kl.coefficient above 0, or reference.evaluate=true"
+        )
+    if kl.coefficient > 0 and kl.place == "loss" and kl.estimator == "k1":
+        warnings.warn(
+            "kl.estimator=k1 in the loss has a gradient of mean zero and pulls towards nothing: use k2 or k3, or "
+            "kl.place=reward",
+            stacklevel=2,
+        )
+    return WithKl(algorithm, kl.estimator, watch_entropy=kl.schedule == "entropy")
 
 
 async def _check_prompts(config: RunConfig, parts: Parts) -> None:

@@ -204,7 +204,28 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
         constants={"temperature": config.rollout.temperature},
     )
     checkpoint = RunCheckpoint(parts.folder, every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep)
-    return [refit, metrics, checkpoint]
+    return [*build_reference(config, parts), refit, metrics, checkpoint]
+
+
+def build_reference(config: RunConfig, parts: Parts) -> list[Any]:
+    """The reference policy and the KL penalty to it; nothing where none is configured."""
+    from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
+    from nemo_flashrl.callbacks import EMAReferenceCallback, KLPenaltyCallback
+
+    reference, kl = config.reference, config.kl
+    if reference.mode == "none":
+        return []
+    coefficient = KlCoefficient(
+        kl.coefficient,
+        schedule=kl.schedule,
+        steps=config.trainer.steps,
+        target=kl.target,
+        entropy_floor=kl.entropy_floor,
+    )
+    return [
+        EMAReferenceCallback(reference.mode, every=reference.every, beta=reference.beta, evaluate=reference.evaluate),
+        KLPenaltyCallback(coefficient, place=kl.place, estimator=kl.estimator, algorithm=parts.algorithm),
+    ]
 
 
 def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:

@@ -11,6 +11,7 @@ import torch
 from nemo_flashrl.algorithms import group_advantages, grpo_loss
 from nemo_flashrl.algorithms.algorithm import TokenBatch
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
+from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.algorithms.policy_loss import policy_loss
 
 NAN, INF = math.nan, math.inf
@@ -29,13 +30,15 @@ def random_batch(seed, count, length, dtype=torch.float64):
     return current.to(dtype).requires_grad_(), behavior.to(dtype), reference.to(dtype), rewards.to(dtype), mask, groups
 
 
-def flat(algorithm, logprobs, behavior, rewards, mask, groups, reference=None):
+def flat(algorithm, logprobs, behavior, rewards, mask, groups, reference=None, kl_coefficient=0.0):
     """The rectangle as the trainer's flat batch."""
     advantages, weights = algorithm.weigh(rewards, mask.sum(1), groups)
     row = torch.arange(len(rewards)).repeat_interleave(mask.shape[1])
     failures = torch.zeros(len(rewards), dtype=torch.bool)
     reference = None if reference is None else reference.flatten()
-    batch = TokenBatch(behavior.flatten(), mask.flatten(), row, advantages, weights, failures, reference)
+    batch = TokenBatch(
+        behavior.flatten(), mask.flatten(), row, advantages, weights, failures, reference, kl_coefficient
+    )
     return logprobs.flatten(), batch
 
 
@@ -153,15 +156,15 @@ def test_equals_autograd_of_the_formula(aggregation, seed, count, length):
 
 def test_returned_derivative_is_that_of_the_value():
     logprobs, behavior, reference, rewards, mask, groups = random_batch(4, 8, 5)
-    algorithm = Grpo(GrpoSettings(kl_coefficient=0.3))
-    values, batch = flat(algorithm, logprobs.detach(), behavior, rewards, mask, groups, reference)
+    algorithm = WithKl(Grpo())
+    values, batch = flat(algorithm, logprobs.detach(), behavior, rewards, mask, groups, reference, 0.3)
     assert torch.autograd.gradcheck(lambda x: policy_loss(algorithm, x, batch)[0], values.requires_grad_())
 
 
 def test_split_into_microbatches_changes_nothing():
     logprobs, behavior, reference, rewards, mask, groups = random_batch(5, 12, 7, torch.float32)
-    algorithm = Grpo(GrpoSettings(kl_coefficient=0.1, aggregation="token_mean"))
-    values, batch = flat(algorithm, logprobs, behavior, rewards, mask, groups, reference)
+    algorithm = WithKl(Grpo(GrpoSettings(aggregation="token_mean")))
+    values, batch = flat(algorithm, logprobs, behavior, rewards, mask, groups, reference, 0.1)
     loss, stats = policy_loss(algorithm, values, batch)
     (gradient,) = torch.autograd.grad(loss, logprobs, retain_graph=True)
     total, sums, wrong = 0, dict.fromkeys(stats, 0.0), 0
@@ -174,6 +177,7 @@ def test_split_into_microbatches_changes_nothing():
             token_weights=batch.token_weights[rows],
             failures=batch.failures[rows],
             reference_logprobs=reference[rows].flatten(),
+            kl_coefficient=0.1,
         )
         share, counts = policy_loss(algorithm, logprobs[rows].flatten(), part)
         total = total + share
@@ -241,8 +245,6 @@ def test_refuses_a_group_of_one():
         ({"clip_low": 1.5}, "clip_low = 1.5: must be a number from 0 to 1"),
         ({"clip_high": -0.1}, "clip_high = -0.1"),
         ({"clip_high": NAN}, "clip_high = nan"),
-        ({"kl_coefficient": -1.0}, "kl_coefficient = -1.0"),
-        ({"kl_coefficient": INF}, "kl_coefficient = inf"),
         ({"aggregation": "mean"}, "aggregation = 'mean': must be one of sample_mean, token_mean, sequence_sum"),
         ({"advantage_epsilon": NAN}, "advantage_epsilon = nan"),
     ],
@@ -275,6 +277,10 @@ def test_refuses_impossible_input():
 
 def test_reference_is_needed_only_with_a_coefficient():
     assert not Grpo().needs_reference
-    assert Grpo(GrpoSettings(kl_coefficient=0.01)).needs_reference
-    assert Grpo.Settings is GrpoSettings
-    assert not Grpo.needs_entropy
+    algorithm = WithKl(Grpo(GrpoSettings(group_size=4)))
+    assert algorithm.needs_reference and not algorithm.needs_entropy
+    assert (algorithm.group_size, algorithm.Settings, algorithm.gates_trajectories) == (4, GrpoSettings, False)
+    logprobs, behavior, _, rewards, mask, groups = random_batch(8, 4, 3)
+    for value in (-1.0, INF):
+        with pytest.raises(ValueError, match=f"kl_coefficient = {value}: must be a number from 0"):
+            grpo_loss(logprobs, behavior, rewards, mask, groups, kl_coefficient=value)

@@ -43,6 +43,7 @@ class TokenBatch:
     token_weights: Tensor  # float32 [R], what one action token counts in the global loss; 0 on padding rows
     failures: Tensor  # bool [R], the environment's own flag
     reference_logprobs: Tensor | None = None  # float32 [N]
+    kl_coefficient: float = 0.0  # of the KL to the reference in the loss, in this step
     entropies: Tensor | None = None  # float32 [N], only when the algorithm says `needs_entropy`
     context: ContextShare | None = None  # where other ranks hold further tokens of the same trajectories
 

@@ -1,12 +1,11 @@
 """GRPO: groups of rollouts of one prompt, advantages within the group, a clipped surrogate.
 
-Shao et al. 2024 (DeepSeekMath) for the group advantage, Schulman et al. 2017 for the clipped surrogate, Schulman,
-"Approximating KL Divergence" (2020) for k3:
+Shao et al. 2024 (DeepSeekMath) for the group advantage, Schulman et al. 2017 for the clipped surrogate; `kl.py` adds
+the KL to a reference:
 
     A_i     = (R_i - mean) / (std + epsilon)        over the group; std unbiased, divided by G - 1
     rho     = exp(logp - logmu)                     against the policy that sampled: one step per batch
-    loss_t  = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + kl_coefficient * k3
-    k3      = exp(logref - logp) - (logref - logp) - 1
+    loss_t  = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_flashrl.algorithms.algorithm import Gate, TokenBatch
+from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.algorithms.policy_loss import padded_loss
 from nemo_flashrl.algorithms.tokens import (
     check_batch,
@@ -42,7 +42,6 @@ class GrpoSettings:
     group_size: int = 8  # rollouts per prompt
     clip_low: float = 0.2
     clip_high: float = 0.2  # inf: no upper clip
-    kl_coefficient: float = 0.0  # of k3 to the reference policy, which is needed when it is above 0
     aggregation: str = "sample_mean"  # mean over a trajectory's tokens, then over trajectories; or as in AGGREGATIONS
     advantage_epsilon: float = 1e-6  # added to the standard deviation
 
@@ -54,7 +53,6 @@ class GrpoSettings:
             )
         check_number("clip_low", self.clip_low, 0, 1)
         check_number("clip_high", self.clip_high, 0, math.inf)
-        check_number("kl_coefficient", self.kl_coefficient, 0, torch.finfo(torch.float32).max)
         check_number("advantage_epsilon", self.advantage_epsilon, 0, torch.finfo(torch.float32).max)
         if self.aggregation not in AGGREGATIONS:
             raise ValueError(f"aggregation = {self.aggregation!r}: must be one of {', '.join(AGGREGATIONS)}")
@@ -65,11 +63,11 @@ class Grpo:
 
     Settings = GrpoSettings
     needs_entropy = False
+    needs_reference = False
     gates_trajectories = False
 
     def __init__(self, settings: GrpoSettings = GrpoSettings()) -> None:
         self.settings = settings
-        self.needs_reference = settings.kl_coefficient > 0
         self.group_size = settings.group_size
 
     def weigh(self, rewards: Tensor, action_counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,11 +90,11 @@ class Grpo:
         return advantages, (1 / divisors[self.settings.aggregation]).to(dtype)
 
     def gate(self, logprobs: Tensor, batch: TokenBatch) -> Gate:
-        """Keep every action token; count what is clipped, and the mean ratio and k3 as sums over action tokens.
+        """Keep every action token; count what is clipped, and the mean ratio as a sum over action tokens.
 
         Raises:
-            ValueError: on an action token a log-prob > 0 or not finite, of any of the policies; a ratio that enters
-                the loss unclipped and overflows float32; a missing reference.
+            ValueError: on an action token a log-prob > 0 or not finite, of either policy; a ratio that enters the loss
+                unclipped and overflows float32.
         """
         check_logprobs("logprobs", logprobs, batch)
         check_logprobs("behavior_logprobs", batch.behavior_logprobs, batch)
@@ -113,17 +111,10 @@ class Grpo:
             "ratio": scalar(ratio.sum()),
             "ratio_max": largest(ratio),
         }
-        if self.needs_reference:
-            if batch.reference_logprobs is None:
-                raise ValueError(f"kl_coefficient = {self.settings.kl_coefficient} needs reference_logprobs")
-            check_logprobs("reference_logprobs", batch.reference_logprobs, batch)
-            reference_difference = batch.reference_logprobs[mask].double() - current
-            check_ratios("the ratio of the reference", reference_difference, torch.ones_like(clipped), row)
-            stats["kl"] = scalar(_k3(reference_difference)[0].sum())
         return Gate(mask, stats)
 
     def token_loss(self, logprobs: Tensor, batch: TokenBatch, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-        """The weighted clipped surrogate plus k3, and its derivative; [n] each, 0 where not `keep`."""
+        """The weighted clipped surrogate and its derivative; [n] each, 0 where not `keep`."""
         row, keep = batch.row[tokens], keep[tokens]
         advantages = torch.where(keep, batch.advantages[row], 0)
         # At advantage 0 the ratio may be anything, infinity too: it must not reach a product.
@@ -133,10 +124,6 @@ class Grpo:
         limited = ratio.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
         value = -advantages * torch.where(clipped, limited, ratio)
         derivative = torch.where(clipped, 0, value)
-        if self.needs_reference:
-            divergence, slope = _k3(torch.where(keep, batch.reference_logprobs[tokens] - logprobs, 0))
-            value = value + self.settings.kl_coefficient * divergence
-            derivative = derivative + self.settings.kl_coefficient * slope
         weights = batch.token_weights[row]
         return (weights * value).to(logprobs.dtype), (weights * derivative).to(logprobs.dtype)
 
@@ -145,12 +132,6 @@ class Grpo:
         above = (advantages > 0) & (ratio > 1 + self.settings.clip_high)
         below = (advantages < 0) & (ratio < 1 - self.settings.clip_low)
         return above | below
-
-
-def _k3(reference_difference: Tensor) -> tuple[Tensor, Tensor]:
-    """(k3, d k3 / d logp) of logref - logp."""
-    growth = torch.expm1(reference_difference)
-    return growth - reference_difference, -growth
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Tensor:
@@ -227,19 +208,18 @@ def grpo_loss(
             that overflows.
     """
     settings = GrpoSettings(
-        clip_low=clip_low,
-        clip_high=clip_high,
-        kl_coefficient=kl_coefficient,
-        aggregation=aggregation,
-        advantage_epsilon=advantage_epsilon,
+        clip_low=clip_low, clip_high=clip_high, aggregation=aggregation, advantage_epsilon=advantage_epsilon
     )
+    check_number("kl_coefficient", kl_coefficient, 0, torch.finfo(torch.float32).max)
+    algorithm = Grpo(settings) if kl_coefficient == 0 else WithKl(Grpo(settings))
     loss, advantages, gate = padded_loss(
-        Grpo(settings),
+        algorithm,
         logprobs,
         behavior_logprobs,
         rewards,
         action_mask,
         groups,
+        kl_coefficient=kl_coefficient,
         reference_logprobs=reference_logprobs,
     )
     means = {"clipped_tokens": "clipped_fraction", "ratio": "ratio_mean", "kl": "kl_mean"}

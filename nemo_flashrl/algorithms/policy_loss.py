@@ -43,6 +43,8 @@ def padded_loss(
     action_mask: Tensor,
     groups: Tensor,
     failures: Tensor | None = None,
+    *,
+    kl_coefficient: float = 0.0,
     **token_fields: Tensor | None,
 ) -> tuple[Tensor, Tensor, Gate]:
     """A whole batch as a rectangle: `logprobs`, `behavior_logprobs`, `action_mask` [B, T], the rest [B].
@@ -62,6 +64,7 @@ def padded_loss(
         advantages=advantages,
         token_weights=token_weights,
         failures=advantages.new_zeros(count, dtype=torch.bool) if failures is None else failures,
+        kl_coefficient=kl_coefficient,
         **{name: value.detach().to(dtype).flatten() for name, value in token_fields.items()},
     )
     loss, gate = _compose(algorithm, logprobs.flatten(), batch)

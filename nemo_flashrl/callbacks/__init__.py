@@ -7,6 +7,7 @@ from typing import Any
 
 _HOMES = {
     "EMAReferenceCallback": "ema_reference",
+    "KLPenaltyCallback": "kl_penalty",
     "RLMetricsCallback": "rl_metrics",
     "RunCheckpoint": "run_checkpoint",
     "WeightRefitCallback": "weight_refit",

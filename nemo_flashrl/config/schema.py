@@ -126,6 +126,28 @@ class BatchingConfig:
 
 
 @dataclass
+class ReferenceConfig:
+    """The policy that a KL is measured to."""
+
+    mode: str = one_of("none", "frozen", "hard", "ema")  # the first weights | copied now and then | an average
+    every: int = within(100, 1)  # hard: optimizer steps between two copies
+    beta: float = within(0.99, 0, 1 - 1e-6)  # ema: share of the average that stays in a step; 0.95 to 0.99 is usual
+    evaluate: bool = False  # report the reference's own log-prob and entropy, and export it beside the policy
+
+
+@dataclass
+class KlConfig:
+    """The KL penalty, for any algorithm."""
+
+    coefficient: float = within(0.0, 0, 1e6)  # 0: none
+    estimator: str = one_of("k3", "k1", "k2")
+    place: str = one_of("loss", "reward")  # of every token | of a trajectory, before advantages
+    schedule: str = one_of("fixed", "annealed", "adaptive", "entropy")
+    target: float = within(0.05, ABOVE_ZERO)  # adaptive: nats per action token
+    entropy_floor: float = within(0.5, 0)  # entropy: nats per action token; under it the coefficient rises
+
+
+@dataclass
 class TrainerConfig:
     """How long, and from which randomness."""
 
@@ -158,5 +180,7 @@ class RunConfig:
     environment: PluginConfig = field(default_factory=PluginConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    kl: KlConfig = field(default_factory=KlConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -160,11 +160,22 @@ def plan_steps(
                     "advantages": _rows_or_zero(advantages[rows]),
                     "token_weights": _rows_or_zero(weights[rows]),
                     "failures": _rows_or_zero(failures),
+                    **_reward_fields([trajectories[i] for i in members], rows),
                     "num_microbatches": torch.tensor(len(rank_plan)),
                 }
             )
         steps.append(RankStep(microbatches, dict(metrics), shown))
     return steps
+
+
+def _reward_fields(trajectories: list[Any], places: Tensor) -> dict[str, Tensor]:
+    """What advantages are formed of, [R] each, for a penalty that is known on the ranks alone; -1 is no trajectory."""
+    return {
+        "trajectory": places if len(places) else places.new_full((1,), -1),  # place in the batch that is trained on
+        "rewards": _rows_or_zero(torch.tensor([t.reward for t in trajectories], dtype=torch.float32)),
+        "action_counts": _rows_or_zero(torch.tensor([t.action_count for t in trajectories], dtype=torch.int64)),
+        "groups": _rows_or_zero(torch.tensor([t.group for t in trajectories], dtype=torch.int64)),
+    }
 
 
 def _rows_or_zero(values: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
         failures=batch["failures"],
         reference_logprobs=None if reference is None else flat(reference),
         context=ContextShare(group, flat(batch["position_ids"])) if group.size() > 1 else None,
+        kl_coefficient=float(batch.get("kl_coefficient", 0.0)),
     )
 
 

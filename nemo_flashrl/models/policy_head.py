@@ -128,7 +128,7 @@ class PolicyHead(ColumnParallelLinear):
             result = fused_linear_policy_loss(
                 hidden, weight, targets, lambda logprobs, tokens: token_loss(logprobs, keep, tokens), **options
             )
-            gate(result[1], None)  # for its statistics
+            gate(result[1], result[2] if algorithm.needs_entropy else None)  # for its statistics
         return result[0]
 
 

@@ -1,0 +1,116 @@
+"""The KL penalty of a step: its coefficient travels with the microbatches, or is taken off the rewards before the step.
+
+Comes after the reference callback, which has left `reference_logprobs` in every microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from megatron.core import parallel_state
+from nemo.lightning.megatron_parallel import MegatronStep
+from torch import Tensor
+
+from nemo_flashrl import platform
+from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.algorithms.kl import kl_estimate
+from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
+from nemo_flashrl.models.scoring import score
+
+Row = tuple[int, float, int, int, float]  # place in the batch, reward, action tokens, group, mean KL
+
+
+class KLPenaltyCallback(pl.Callback):
+    """Puts the penalty where it belongs and moves its coefficient.
+
+    Args:
+        coefficient: of the step, with its schedule.
+        place: "loss": microbatches carry `kl_coefficient`; "reward": coefficient times the mean KL over a trajectory's
+            action tokens is taken off its reward, and advantages are formed anew.
+        estimator: of the KL in the reward.
+        algorithm: forms advantages and weights on global rank 0.
+    """
+
+    def __init__(self, coefficient: KlCoefficient, *, place: str, estimator: str, algorithm: Algorithm) -> None:
+        self.coefficient = coefficient
+        self.place = place
+        self.estimator = estimator
+        self.algorithm = algorithm
+        self._means = (math.nan, math.nan)  # KL and entropy per action token
+
+    def on_megatron_microbatches_start(self, step: MegatronStep) -> None:
+        """Before the microbatches are trained on."""
+        microbatches = list(step.data)
+        step.data = iter(microbatches)
+        metrics = step.trainer.datamodule.last_step.metrics
+        metrics["beta"] = self.coefficient.value
+        if self.place == "loss":
+            for microbatch in microbatches:
+                microbatch["kl_coefficient"] = torch.tensor(self.coefficient.value)
+        elif self.coefficient.value > 0:
+            metrics.update(self._take_off_rewards(step, microbatches))
+
+    def on_megatron_reduce_microbatches_end(self, reduced: dict[str, Tensor], **_: Any) -> None:
+        """The last pipeline stage knows what the step measured."""
+        tokens = max(float(reduced["policy_tokens"]), 1.0)
+        self._means = tuple(float(reduced.get(name, math.nan)) / tokens for name in ("kl", "entropy"))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Every rank moves the coefficient alike."""
+        means = torch.tensor(self._means, dtype=torch.float64, device=platform.device())
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast(means, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        self.coefficient.after_step(*means.tolist())
+
+    def state_dict(self) -> dict[str, float]:
+        """Lightning's hook."""
+        return self.coefficient.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Lightning's hook."""
+        self.coefficient.load_state_dict(state_dict)
+
+    def _take_off_rewards(self, step: MegatronStep, microbatches: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Form advantages and weights anew, on every rank's microbatches; returns metrics. A collective."""
+        scores = score(step.pipeline, microbatches)
+        rows = []
+        for microbatch, answer in zip(microbatches, scores or (), strict=scores is not None):
+            rows += self._rows(microbatch, answer.logprobs)
+        everyone: list[list[Row] | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, rows, group=platform.object_group())
+        batch = sorted({row[0]: row for part in everyone for row in part}.values())
+        box = [self._weigh(batch) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(box, src=0, group=platform.object_group())
+        advantages, weights = box[0]
+        for microbatch in microbatches:
+            places = microbatch["trajectory"].cpu()
+            for name, values in (("advantages", advantages), ("token_weights", weights)):
+                own = torch.where(places >= 0, values[places.clamp(min=0)], 0)
+                microbatch[name] = own.to(microbatch[name])
+        last = step.trainer.datamodule.last_step
+        trained = iter(advantages.tolist())
+        last.advantages = [a if math.isnan(a) else next(trained) for a in last.advantages]
+        penalties = [self.coefficient.value * row[4] for row in batch]
+        return {
+            "kl_penalty": sum(penalties) / len(penalties),
+            "advantage_std": float(advantages.std(unbiased=False)),
+        }
+
+    def _rows(self, microbatch: dict[str, Tensor], logprobs: Tensor) -> list[Row]:
+        """Of the microbatch's trajectories, with the mean KL over their action tokens on all context-parallel ranks."""
+        mask, count = microbatch["target_mask"], len(microbatch["trajectory"])
+        both = (values[mask].double() for values in (logprobs, microbatch["reference_logprobs"]))
+        divergence, _ = kl_estimate(self.estimator, *both)
+        sums = torch.zeros(count, dtype=torch.float64, device=logprobs.device)
+        sums.index_add_(0, microbatch["row_index"][mask], divergence)
+        torch.distributed.all_reduce(sums, group=parallel_state.get_context_parallel_group())
+        fields = [microbatch[name].tolist() for name in ("trajectory", "rewards", "action_counts", "groups")]
+        rows = zip(*fields, sums.tolist(), strict=True)
+        return [(*row, total / row[2]) for *row, total in rows if row[0] >= 0]
+
+    def _weigh(self, batch: list[Row]) -> tuple[Tensor, Tensor]:
+        _, rewards, counts, groups, divergences = (torch.tensor(column) for column in zip(*batch, strict=True))
+        return self.algorithm.weigh(rewards - self.coefficient.value * divergences, counts, groups)
