@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_flashrl.diagnostics.commands import add_doctor, add_report
+from nemo_flashrl.launch.plan_command import add_plan
 from nemo_flashrl.rollout_server.command import add_serve_rollout
 from nemo_flashrl.weights.command import add_convert
 
@@ -69,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_rollout(commands)
     add_report(commands)
     add_doctor(commands)
+    add_plan(commands)
     add_convert(commands)
     return parser
 

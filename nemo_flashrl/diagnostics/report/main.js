@@ -59,8 +59,8 @@ function overview() {
 }
 
 function findings() {
-  const notes = RUNS.flatMap((run) => run.findings.map((finding) => el("article", { class: "finding" },
-    el("h3", {}, RUNS.length > 1 ? `${run.name}: ${finding.title}` : finding.title), el("p", {}, finding.evidence),
+  const notes = RUNS.flatMap((run) => run.findings.map((finding) => el("details", { class: "finding", open: RUNS.length === 1 },
+    el("summary", {}, el("b", {}, RUNS.length > 1 ? `${run.name}: ${finding.title}` : finding.title), ` · ${finding.evidence}`),
     el("p", {}, "Likely causes, the likeliest first:"), el("ol", {}, ...finding.causes.map((cause) => el("li", {}, cause))), el("p", {}, "Change: " + finding.change))));
   section("What is wrong", "The rules of flashrl doctor, over all steps of the files.", ...(notes.length ? notes : [el("p", { class: "healthy" }, "No rule of the doctor fires.")]));
 }

@@ -1,0 +1,99 @@
+"""A Hugging Face configuration -> the sizes of the Megatron model that it becomes, counted parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with RMSNorm, rotary positions, grouped queries and a gated MLP, or a mixture of such MLPs."""
+
+    layers: int
+    hidden: int
+    ffn: int  # of one expert, where there are experts
+    heads: int
+    groups: int  # key/value heads
+    head_size: int
+    vocab: int  # rows that count, without padding
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    experts: int = 0  # 0: one dense MLP
+    experts_per_token: int = 1
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def key(self) -> int:
+        """Also the value's width."""
+        return self.groups * self.head_size
+
+    def padded_vocab(self, divisible_by: int, tensor: int) -> int:
+        """Rows of the embedding: the next multiple that every tensor rank can take an equal share of."""
+        multiple = divisible_by * tensor
+        return -(-self.vocab // multiple) * multiple
+
+    def layer_parameters(self, tensor: int = 1) -> int:
+        """Of one layer on one tensor rank; norms and a router are on every rank whole."""
+        qkv = (self.query + 2 * self.key) // tensor
+        attention = qkv * self.hidden + self.query // tensor * self.hidden
+        attention += (qkv if self.qkv_bias else 0) + (2 * self.head_size if self.qk_norm else 0)
+        mlp = 3 * self.ffn // tensor * self.hidden
+        router = self.experts * self.hidden
+        return attention + max(self.experts, 1) * mlp + router + 2 * self.hidden
+
+    def stage_parameters(self, stage: int, stages: int, tensor: int, divisible_by: int = 128) -> int:
+        """Of one tensor rank of a pipeline stage; the last stage of a tied model holds a copy of the embedding."""
+        matrix = self.padded_vocab(divisible_by, tensor) // tensor * self.hidden
+        first, last = stage == 0, stage == stages - 1
+        count = self.layers // stages * self.layer_parameters(tensor)
+        count += matrix * first
+        count += (0 if self.tied and first else matrix) * last + self.hidden * last
+        return count
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model as published: no padding, nothing twice."""
+        matrices = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters() + matrices + self.hidden
+
+    @property
+    def active_matrix_parameters(self) -> int:
+        """Weights that a token is multiplied with in the trunk."""
+        attention = (self.query + 2 * self.key) * self.hidden + self.query * self.hidden
+        mlp = 3 * self.ffn * self.hidden * (self.experts_per_token if self.experts else 1)
+        return self.layers * (attention + mlp + self.experts * self.hidden)
+
+
+def model_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Read a `config.json` of Llama, Qwen2, Qwen3 or Mixtral.
+
+    Raises:
+        ValueError: a family that is not known, or a size that is missing.
+    """
+    family = config.get("model_type")
+    if family not in ("llama", "qwen2", "qwen3", "mixtral"):
+        raise ValueError(f"model_type {family!r} cannot be planned; known: llama, mixtral, qwen2, qwen3")
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        return ModelShape(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            ffn=config["intermediate_size"],
+            heads=heads,
+            groups=config.get("num_key_value_heads") or heads,
+            head_size=config.get("head_dim") or hidden // heads,
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family == "qwen3",
+            experts=config.get("num_local_experts", 0) if family == "mixtral" else 0,
+            experts_per_token=config.get("num_experts_per_tok", 1),
+        )
+    except KeyError as error:
+        raise ValueError(f"the model's config.json has no {error}") from error

@@ -1,0 +1,177 @@
+"""The plan against what the CPU stack allocates, against published sizes, and as a person asks for it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+from tiny import random_trajectories, write_model
+
+from nemo_flashrl.cli import main
+from nemo_flashrl.launch.plan import fits, largest_context, smallest_allocation, stages
+from nemo_flashrl.launch.plan_devices import DEVICES
+from nemo_flashrl.launch.plan_memory import Layout, stage_memory
+from nemo_flashrl.launch.plan_model import model_shape
+from nemo_flashrl.launch.plan_time import step_time
+
+LLAMA_8B = {
+    **{"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+}
+LLAMA_70B = LLAMA_8B | {
+    **{"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+QWEN2_7B = {
+    **{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+    **{"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
+}
+QWEN3_8B = {
+    **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
+}
+MIXTRAL_8X7B = {
+    **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000},
+    **{"num_local_experts": 8, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (LLAMA_8B, 8_030_261_248),
+        (LLAMA_70B, 70_553_706_496),
+        (QWEN2_7B, 7_615_616_512),
+        (QWEN3_8B, 8_190_735_360),
+        (MIXTRAL_8X7B, 46_702_792_704),
+    ],
+    ids=["llama 3 8B", "llama 3 70B", "qwen2.5 7B", "qwen3 8B", "mixtral 8x7B"],
+)
+def test_parameters_as_published(config: dict, published: int) -> None:
+    assert model_shape(config).parameters == published
+
+
+CASES = {  # family, processes, the run's overrides, the plan's layout
+    "qwen2": ("qwen2", 1, [], {}),
+    "qwen3 recomputed": ("qwen3", 1, ["model.recompute=full"], {"recompute": "full"}),
+    "llama selective": ("llama", 1, ["model.recompute=selective"], {"recompute": "selective"}),
+    "llama tp2 sequence": (
+        "llama",
+        2,
+        ["parallel.tensor=2", "parallel.sequence=true"],
+        {"tensor": 2, "sequence": True},
+    ),
+    "qwen2 pp2": ("qwen2", 2, ["parallel.pipeline=2"], {"pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_what_a_cpu_allocates(case: str, tmp_path: Path) -> None:
+    """Parameters, gradients and optimizer to the byte; what autograd saves within 5%."""
+    family, processes, overrides, layout = CASES[case]
+    folder = write_model(tmp_path / "model", family)
+    (tmp_path / "batch.pkl").write_bytes(pickle.dumps(random_trajectories(12, 515)))
+    run_ranks(processes, "allocations", folder, tmp_path / "batch.pkl", tmp_path / "out.json", 515, *overrides)
+    shape = model_shape(json.loads((folder / "config.json").read_text()))
+    options = {"sequence": False, "precision": "fp32", "distributed_optimizer": False, "microbatches": 1} | layout
+    plan = Layout(fused_kernels=False, **options)
+    for rank in range(processes):
+        found = json.loads((tmp_path / f"out.{rank}").read_text())
+        stage = stage_memory(shape, plan, rank * plan.pipeline // processes, found["tokens"])
+        assert (stage.weights, stage.gradients, stage.optimizer) == (
+            found["weights"],
+            found["gradients"],
+            found["optimizer"],
+        )
+        kept = stage.activations
+        if plan.recompute == "full":  # the layer that is computed again is not alive when the forward pass has ended
+            kept = found["tokens"] * (shape.layers * 4 * shape.hidden + 8 + 8 * shape.hidden + 4)
+            assert stage.activations > 2 * kept
+        assert kept == pytest.approx(found["activations"], rel=0.05)
+
+
+def test_bytes_of_an_8b_and_a_70b_model() -> None:
+    """18 bytes a parameter of mixed-precision Adam: 2 weights, 4 gradient, 12 optimizer (Rajbhandari et al. 2020, with
+    Megatron's fp32 gradients); the distributed optimizer leaves 6 + 12 / d."""
+    for config in (LLAMA_8B, LLAMA_70B):
+        shape = model_shape(config)
+        alone = stages(shape, Layout(distributed_optimizer=False), 1024)[0]
+        assert alone.weights + alone.gradients + alone.optimizer == 18 * shape.parameters
+        spread = stages(shape, Layout(data=8), 1024)[0]
+        assert spread.weights + spread.gradients + spread.optimizer == pytest.approx(7.5 * shape.parameters)
+
+
+def test_activations_of_a_published_layer() -> None:
+    """Korthikanti et al. 2022: 34 bytes x s b h a layer in bf16, scores apart, for a model with dropout and a 4h MLP.
+
+    Of these 2 masks of dropout take 1 + 1 and its MLP has one matrix in: 16 + 2 + 1. Ours has two of width 4h and no
+    dropout: 2 x (4 + 4 + 3 x 4) = 40 with full attention heads.
+    """
+    shape = model_shape(LLAMA_8B | {"intermediate_size": 16384, "num_key_value_heads": 32, "num_hidden_layers": 1})
+    bare = Layout(pipeline=1, sequence=False)
+    per_token = stages(shape, bare, 1000)[0].activations / 1000 / 4096
+    assert per_token == pytest.approx(40 + 2, rel=0.01)  # and the last norm's input
+
+
+def test_recomputation_and_parallel_sizes_save_what_they_should() -> None:
+    shape, tokens = model_shape(LLAMA_8B), 32768
+    plain = stages(shape, Layout(), tokens)[0]
+    full = stages(shape, Layout(recompute="full"), tokens)[0]
+    halves = stages(shape, Layout(tensor=2), tokens)[0]
+    context = stages(shape, Layout(context=2), tokens)[0]
+    assert full.activations < plain.activations / 10
+    assert halves.activations == pytest.approx(plain.activations / 2, rel=0.01)
+    assert context.activations == pytest.approx(plain.activations / 2, rel=0.01)
+    first, *_, last = stages(shape, Layout(pipeline=4), tokens)
+    assert first.activations == pytest.approx(4 * last.activations, rel=0.02)  # four microbatches in flight against one
+    assert first.head == 0 < last.head
+    assert stages(shape, Layout(reference="ema"), tokens)[0].host_reference == 4 * shape.parameters
+
+
+def test_largest_context_is_the_edge() -> None:
+    shape, device = model_shape(LLAMA_8B), DEVICES["H800"]
+    layout = Layout(tensor=4, data=2, recompute="full")
+    longest = largest_context(shape, layout, device)
+    assert longest >= 65536
+    assert fits(shape, layout, device, longest)
+    assert not fits(shape, layout, device, longest + 1024)
+
+
+def test_smallest_allocation() -> None:
+    shape, device = model_shape(LLAMA_8B), DEVICES["H800"]
+    found = smallest_allocation(shape, Layout(), device, 8192)
+    assert fits(shape, found, device, 8192)
+    assert (found.ranks, found.tensor) == (2, 2)  # 18 bytes x 8e9 are 135 GiB of 2 x 73
+    assert smallest_allocation(model_shape(LLAMA_70B), Layout(), device, 32768).ranks >= 16  # 1183 GiB / 73
+    assert smallest_allocation(model_shape(LLAMA_70B), Layout(), device, 2**30) is None
+
+
+def test_time_of_a_step() -> None:
+    """6 N D for the matrices of the trunk: 8B less two embeddings, 1e6 tokens."""
+    shape, device = model_shape(LLAMA_8B), DEVICES["H100"]
+    time = step_time(shape, Layout(data=8), device, tokens=1e6, trajectory_tokens=0)
+    assert time.trunk == pytest.approx(6 * (8_030_261_248 - 2 * 128256 * 4096) * 1e6, rel=1e-3)
+    assert time.head == 8 * 4096 * 128256 * 1e6
+    assert time.seconds == pytest.approx(time.total / (8 * 989e12 * 0.4))
+    again = step_time(shape, Layout(data=8, recompute="full"), device, tokens=1e6, trajectory_tokens=0)
+    assert again.recompute == pytest.approx(time.trunk / 3)
+
+
+def test_the_page(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    sizes = ["--device", "h800", "--gpus", "16", "--tp", "4", "--pp", "2", "--recompute", "full", "--reference", "ema"]
+    assert main(["plan", str(tmp_path), *sizes]) == 0
+    page = capsys.readouterr().out
+    assert "8.03B parameters on 16 x h800: TP 4, PP 2, CP 1, DP 2" in page
+    assert "stage 1" in page
+    assert "fewest GPUs for a context of 32768: 4 (1 node)" in page
+    assert main(["plan", str(tmp_path), "--context", "32768"]) == 1  # one GPU
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    refused = ((["--tp", "3"], "tensor=3"), (["--device", "TPU"], "'TPU'"), (["--gpus", "3", "--tp", "2"], "--gpus 3"))
+    for wrong, words in refused:
+        assert main(["plan", str(tmp_path), *wrong]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
