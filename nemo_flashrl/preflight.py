@@ -193,7 +193,8 @@ def _read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
     path = Path(config.model.path) / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder"
+            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder (a NeMo "
+            "checkpoint becomes one by `flashrl convert nemo-to-hf`)"
         )
     try:
         hf_config = json.loads(path.read_text())
@@ -227,6 +228,8 @@ def _check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int
     experts = hf_config.get("num_local_experts") or hf_config.get("num_experts") or 0
     if expert > 1 and (not experts or experts % expert):
         raise ValueError(f"parallel.expert={expert}: does not divide the model's experts ({experts} a layer)")
+    if experts and config.parallel.tensor > 1 and not config.parallel.sequence:
+        raise ValueError("parallel.sequence=False: Megatron trains experts with parallel.tensor above 1 only with it")
     ranks = config.parallel.tensor * config.parallel.pipeline * expert
     if world_size % ranks:
         raise ValueError(

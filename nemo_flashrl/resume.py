@@ -112,6 +112,8 @@ def bound_to(config: RunConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{f"the model's {name}": hf_config.get(name) for name in ARCHITECTURE},
         "model.precision": config.model.precision,
+        "lora.rank": config.lora.rank,
+        "lora.targets": sorted(config.lora.targets) if config.lora.rank else [],
         "algorithm.name": config.algorithm.name,
     }
 

@@ -67,6 +67,18 @@ def test_megatron_logits_equal_transformers(report) -> None:
     assert max(differences.values()) < 1e-5, differences
 
 
+def test_streaming_holds_two_parameters_at_most(report) -> None:
+    """At TP2 x PP2, beyond the model: the shards of the largest parameter and what they are put together to.
+
+    Its 768 rows x 64 x 4 bytes; the whole model would be four times as much again.
+    """
+    measured = {case: r for case, r in report.items() if "peak" in r}
+    assert len(measured) == 10
+    for case, result in measured.items():
+        assert result["largest"] == 768 * 64 * 4
+        assert result["largest"] < result["peak"] <= 2 * result["largest"] + 4096, case
+
+
 def test_gate_and_up_shards_are_deinterleaved() -> None:
     """TP=2, F=2: rank 0 holds [gate_0; up_0], rank 1 [gate_1; up_1]; plain concatenation would mix them."""
     rule = find_rule("decoder.layers.0.mlp.linear_fc1.weight")

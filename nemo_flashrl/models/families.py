@@ -7,7 +7,6 @@ reason. A family is one entry of FAMILIES, and one of `EXPERTS` in weights/mappi
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,13 +116,16 @@ def portable_config(folder: str | Path, dtype: torch.dtype = torch.float32) -> l
 def _imported(importer: type, folder: Path) -> llm.GPTConfig:
     """As NeMo's importer reads it, from a folder that has what it insists on and a name that tells it nothing.
 
-    NeMo 2.7 fails without a generation_config.json and takes another class where the path holds "8x22b".
+    NeMo 2.7 fails without a generation_config.json or a dtype, and takes another class where the path holds "8x22b".
     """
     with tempfile.TemporaryDirectory() as copy:
-        (Path(copy) / "generation_config.json").write_text("{}")
-        for name in ("config.json", "generation_config.json"):
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, Path(copy) / name)
+        config = json.loads((folder / "config.json").read_text())
+        if not (config.get("dtype") or config.get("torch_dtype")):
+            config["torch_dtype"] = "float32"
+        (Path(copy) / "config.json").write_text(json.dumps(config))
+        generation = folder / "generation_config.json"
+        text = generation.read_text() if generation.is_file() else "{}"
+        (Path(copy) / "generation_config.json").write_text(text)
         reader = importer(copy)
         reader.trust_remote_code = False
         return reader.config

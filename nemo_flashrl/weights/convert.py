@@ -8,7 +8,6 @@ run_to_hf       the newest complete checkpoint of a run, or the reference policy
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 from nemo.collections import llm
 
 from nemo_flashrl import platform
+from nemo_flashrl.config.loading import read_plain
 from nemo_flashrl.models.families import for_this_platform, portable_config, read_hf_config
 from nemo_flashrl.resume import complete_checkpoints
 from nemo_flashrl.weights.hf_config import check_same_model, write_hf_config
@@ -142,9 +142,9 @@ def run_to_hf(run: str | Path, target: str | Path, which: str = "policy") -> Pat
     """
     run = Path(run)
     refuse_existing(target)
-    if not (run / "run.json").is_file():
-        raise ValueError(f"{run} holds no run.json: give the output folder of a run")
-    configuration = json.loads((run / "run.json").read_text())["configuration"]
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} holds no config.yaml: give the output folder of a run")
+    configuration = read_plain(run / "config.yaml")
     step, checkpoint = max(complete_checkpoints(run / "checkpoints").items(), default=(0, None))
     if checkpoint is None:
         raise ValueError(f"{run / 'checkpoints'} holds no complete checkpoint")

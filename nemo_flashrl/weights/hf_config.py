@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo.collections import llm
+from nemo.collections.llm.gpt.model.llama import Llama31Config
 from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config, Qwen3MoEConfig
 
 from nemo_flashrl.models.families import FAMILIES, portable_config
@@ -94,13 +95,15 @@ def write_hf_config(config: llm.GPTConfig, tokenizer_folder: str | Path, folder:
         "rope_theta": float(config.rotary_base),
         "rope_scaling": _rope_scaling(config),
         "tie_word_embeddings": config.share_embeddings_and_output_weights,
+        "torch_dtype": str(config.params_dtype).removeprefix("torch."),
         "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
         **ids,
         **_expert_fields(config, family),
     }
     folder.mkdir(parents=True, exist_ok=True)
     AutoConfig.for_model(family, **fields).save_pretrained(folder)
-    GenerationConfig(**ids).save_pretrained(folder)
+    if not (folder / "generation_config.json").is_file():
+        GenerationConfig(**ids).save_pretrained(folder)
 
 
 def _expert_fields(config: llm.GPTConfig, family: str) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _expert_fields(config: llm.GPTConfig, family: str) -> dict[str, Any]:
 
 
 def _rope_scaling(config: llm.GPTConfig) -> dict[str, Any] | None:
-    if isinstance(config, llm.Llama31Config):
+    if isinstance(config, Llama31Config):
         return {
             "rope_type": "llama3",
             "factor": float(config.scale_factor),

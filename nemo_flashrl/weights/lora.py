@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as MegatronGPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nemo.collections.llm.peft.lora import LoRALinear
 from nemo.collections.llm.peft.utils import ParallelLinearAdapter, get_adapter_attributes_from_linear
 from safetensors.torch import save_file
@@ -57,7 +58,7 @@ def add_lora(model: MegatronGPTModel, settings: LoraSettings) -> None:
 
 
 def _with_adapter(layer: torch.nn.Module, name: str, settings: LoraSettings) -> LoRALinear:
-    is_parallel, inputs, outputs, no_gather, base_is_parallel = get_adapter_attributes_from_linear(layer)
+    is_parallel, inputs, outputs, no_gather, base_is_parallel = _attributes(layer)
     adapter = ParallelLinearAdapter(
         inputs,
         outputs,
@@ -73,6 +74,14 @@ def _with_adapter(layer: torch.nn.Module, name: str, settings: LoraSettings) -> 
     wrapper = LoRALinear(layer, adapter.to(layer.weight.dtype))
     wrapper.register_load_state_dict_pre_hook(_own_names)
     return wrapper
+
+
+def _attributes(layer: torch.nn.Module) -> tuple[bool, int, int, bool, bool]:
+    """As NeMo 2.7's function, which without Transformer Engine takes a None for a class and raises TypeError."""
+    if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+        return get_adapter_attributes_from_linear(layer)
+    is_row = isinstance(layer, RowParallelLinear)
+    return is_row, layer.input_size, layer.output_size, not layer.config.sequence_parallel, True
 
 
 def _own_names(module: LoRALinear, state_dict: dict, prefix: str, *_) -> None:

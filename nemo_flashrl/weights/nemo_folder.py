@@ -65,25 +65,24 @@ def read_weights(model: MegatronGPTModel, weights: Path, prefix: str = PREFIX) -
         metadata = dist_checkpointing.load_content_metadata(str(weights)) or METADATA
         state = model.sharded_state_dict(prefix=PREFIX, metadata=metadata)
         state = {name: part for name, part in state.items() if not part.key.endswith("_extra_state")}
-        _check_names(state, weights)
-        if prefix != PREFIX:
-            for part in state.values():
-                part.key = part.key.replace(PREFIX, prefix, 1)
+        for part in state.values():
+            part.key = part.key.replace(PREFIX, prefix, 1)
+        _check_names(state, weights, prefix)
         dist_checkpointing.load(state, str(weights))
     except (CheckpointException, CheckpointingException, OSError, EOFError) as error:
         raise ValueError(f"{weights} cannot be read ({_reason(error)}): copy it again") from error
 
 
-def _check_names(state: dict[str, ShardedBase], weights: Path) -> None:
+def _check_names(state: dict[str, ShardedBase], weights: Path, prefix: str) -> None:
     held = {
-        name: tensor
-        for name, tensor in dist_checkpointing.load_tensors_metadata(str(weights)).items()
-        if name.startswith(PREFIX) and not name.endswith("_extra_state")
+        name
+        for name in dist_checkpointing.load_tensors_metadata(str(weights))
+        if name.startswith(prefix) and not name.endswith("_extra_state")
     }
     wanted = {part.key for part in state.values()}
-    for name in sorted(wanted - held.keys()):
+    for name in sorted(wanted - held):
         raise ValueError(f"{weights} holds no {name!r}: the checkpoint is of another model")
-    for name in sorted(held.keys() - wanted):
+    for name in sorted(held - wanted):
         raise ValueError(f"{weights} holds {name!r}, which no parameter of the model takes")
 
 
@@ -136,6 +135,10 @@ def _as_written(config: llm.GPTConfig) -> llm.GPTConfig:
         value = getattr(config, field.name)
         if field.init and field.name not in OF_THE_PLATFORM and value != _default(field):
             given[field.name] = value
+    try:
+        given["generation_config"].validate(strict=True)
+    except (KeyError, ValueError):  # NeMo 2.7 would pass over that it cannot be saved, and then not load
+        given["generation_config"] = None
     return type(config)(**given)
 
 

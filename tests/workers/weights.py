@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,10 +80,29 @@ def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
     if torch.distributed.get_rank() == 0:
         result["names_equal"] = streamed.keys() == original.keys()
         result["bit_equal"] = all(torch.equal(streamed[name], original[name]) for name in original)
+    if sizes == Sizes(2, 2):
+        peak = torch.tensor(allocator_peak(lambda: list(map(len, stream_hf_tensors(model, source["vocab_size"])))))
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+        held = torch.tensor(max(p.numel() * 4 * (2 if p.ndim == 2 else 1) for p in model.parameters()))
+        torch.distributed.all_reduce(held, op=torch.distributed.ReduceOp.MAX)
+        result["largest"], result["peak"] = int(held), int(peak)
     if sizes.pipeline == 1:
         result["logits_difference"] = logits_difference(model, folder, source["vocab_size"], sizes.tensor)
     parallel_state.destroy_model_parallel()
     return result
+
+
+def allocator_peak(run: Callable[[], object]) -> int:
+    """Bytes: the peak of allocations minus releases during `run`, from the profiler's record of each."""
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 @torch.no_grad()
