@@ -236,6 +236,14 @@ def _clip_grad_by_total_norm(
             grad.mul_(coefficient)
 
 
+def _system_error(error: BaseException) -> BaseException:
+    """A full disk, where that is behind what torch's writer says about positions in its file."""
+    step: BaseException | None = error
+    while step is not None and not isinstance(step, OSError):
+        step = step.__cause__ or step.__context__
+    return step or error
+
+
 def _write_in_this_process(
     transforms: list, use_msc: bool, rank: int, write_buckets: list, global_results: queue.Queue
 ) -> None:
@@ -249,7 +257,7 @@ def _write_in_this_process(
         FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, results, begun, True, use_msc=use_msc)
         _, written_or_error = results.get()
         if isinstance(written_or_error, Exception):
-            written = written_or_error
+            written = _system_error(written_or_error)
             break
         written[number] = written_or_error
     global_results.put(written)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,19 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     It comes last of all callbacks: what they do after an optimizer step belongs to the state of that step. A folder
     is marked as unfinished (NeMo's marker file) while it is written or removed; an old checkpoint goes when a newer
-    one is complete. On SIGTERM to any rank, all stop after the current step and save.
+    one is complete. On SIGTERM to any rank, all stop after the current step and save; where it finds the collecting
+    rank waiting for a batch, before that step.
 
     Args:
         folder: where, and which checkpoint the run goes on from.
         every_steps: optimizer steps between two checkpoints, and one at the end; 0 saves on SIGTERM alone.
         keep: complete checkpoints that stay.
+        stop_collecting: ends the wait for a batch; of the collecting rank.
     """
 
-    def __init__(self, folder: RunFolder, *, every_steps: int, keep: int) -> None:
+    def __init__(
+        self, folder: RunFolder, *, every_steps: int, keep: int, stop_collecting: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(
             dirpath=str(folder.checkpoints.absolute()),
             filename="{step}",
@@ -48,6 +54,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
         self.folder = folder
         self.every_steps = every_steps
         self.keep = keep
+        self.stop_collecting = stop_collecting
         self.asked_to_stop = False
         self._previous_handler: Any = None
         self._random_state: dict[str, Any] | None = None
@@ -70,6 +77,8 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     def _on_signal(self, *_: Any) -> None:
         self.asked_to_stop = True
+        if self.stop_collecting is not None:
+            self.stop_collecting()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The last moment before a resumed step draws random numbers; setting up has drawn some."""
@@ -87,6 +96,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last step's checkpoint, unless it is there already."""
+        self.asked_to_stop |= trainer.should_stop
         if (self.every_steps or self.asked_to_stop) and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         signal.signal(signal.SIGTERM, self._previous_handler)
@@ -111,9 +121,10 @@ class RunCheckpoint(nl.ModelCheckpoint):
         except (OSError, CheckpointException, CheckpointingException) as error:  # the disk is not ours
             last = max(complete_checkpoints(self.folder.checkpoints), default=None)
             left = "no complete one is left" if last is None else f"the one of step {last} is complete and stays"
+            free = shutil.disk_usage(self.dirpath).free / 2**20
             raise RuntimeError(
-                f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath} "
-                f"({_reason(error)}); {left}"
+                f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath}, where "
+                f"{free:.0f} MiB are free ({_reason(error)}); {left}"
             ) from error
         self._remove_old(trainer)
 
@@ -124,8 +135,8 @@ class RunCheckpoint(nl.ModelCheckpoint):
             self._remove_checkpoint(trainer, path)
 
 
-def _reason(error: Exception) -> str:
-    """The failure that torch wraps once for every rank, or the error itself."""
-    failures = getattr(error, "failures", None) or {}
+def _reason(error: BaseException) -> str:
+    """Torch wraps the errors of all ranks in one."""
+    failures = getattr(error, "failures", None) or {}  # rank -> (error, traceback)
     first = next(iter(failures.values()), (error, None))[0]
     return f"{type(first).__name__}: {first}"

@@ -21,7 +21,10 @@ from nemo_flashrl.weights.shards import unwrap
 
 
 def add_to_checkpoint(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
-    """Put what is described above into the dictionary that is about to be written."""
+    """Put what is described above into the dictionary that is about to be written; a collective over all ranks."""
+    data = type(trainer.datamodule).__qualname__
+    # The data module's state is known on rank 0 alone; what is not sharded has to be the same on all ranks.
+    checkpoint[data] = trainer.strategy.broadcast(checkpoint.get(data))
     checkpoint["layout"] = _layout()
     checkpoint["random_generators"] = _of_this_rank(platform.random_state())
     checkpoint["sharded_callbacks"] = _sharded_callbacks(trainer)

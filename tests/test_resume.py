@@ -1,0 +1,136 @@
+"""What may be gone on with: output folders, complete and torn checkpoints, records that are cut back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl.config import load
+from nemo_flashrl.diagnostics.json_lines import append_json_line, read_json_lines
+from nemo_flashrl.resume import complete_checkpoints, cut_records, open_folder
+
+HF_CONFIG = {"model_type": "qwen2", "vocab_size": 515, "hidden_size": 64, "num_hidden_layers": 2}
+
+
+def open_(folder: Path, *overrides: str, **hf_config):
+    config = load("rehearsal", [f"output={folder}", "model.path=here", "trainer.steps=8", *overrides])
+    return open_folder(config, HF_CONFIG | hf_config)
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """As NeMo and Megatron leave one."""
+    path = folder / "checkpoints" / f"step={step}"
+    (path / "weights").mkdir(parents=True)
+    (path / "weights" / "metadata.json").write_text("{}")
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A folder with a run of 8 steps, of which 4 are in a checkpoint."""
+    folder = tmp_path / "run"
+    opened = open_(folder)
+    assert not folder.exists()  # looking changes nothing
+    opened.begin()
+    write_checkpoint(folder, 2)
+    write_checkpoint(folder, 4)
+    return folder
+
+
+def test_the_newest_complete_checkpoint_is_used(run: Path) -> None:
+    torn = run / "checkpoints" / "step=6" / "weights"
+    torn.mkdir(parents=True)
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    half_removed = write_checkpoint(run, 7)
+    half_removed.with_name("step=7-unfinished").touch()
+    write_checkpoint(run, 10).rename(run / "checkpoints" / "copy of step=10")
+    opened = open_(run)
+    assert (opened.step, opened.checkpoint) == (4, run / "checkpoints" / "step=4")
+    assert sorted(complete_checkpoints(run / "checkpoints")) == [2, 4]
+
+
+def test_steps_are_numbers(run: Path) -> None:
+    """As text, step=10 comes before step=4."""
+    write_checkpoint(run, 10)
+    assert open_(run, "trainer.steps=12").step == 10
+
+
+def test_a_run_without_a_checkpoint_starts_at_its_beginning(tmp_path: Path) -> None:
+    open_(tmp_path / "run").begin()
+    append_json_line(tmp_path / "run" / "metrics.jsonl", {"step": 1})
+    opened = open_(tmp_path / "run")
+    assert (opened.step, opened.checkpoint) == (0, None)
+    opened.begin()
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
+
+
+def test_records_are_cut_back_to_the_checkpoint(run: Path) -> None:
+    for name in ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl"):
+        for step in (3, 3, 4, 5, 6):
+            append_json_line(run / name, {"step": step, "value": None})
+        with (run / name).open("a") as file:
+            file.write('{"step": 7, "val')  # torn by a kill
+    (run / "preempted").touch()
+    open_(run).begin()
+    for name in ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl"):
+        assert [r["step"] for r in read_json_lines(run / name)] == [3, 3, 4]
+        assert (run / name).read_text().endswith("}\n")
+    assert not (run / "preempted").exists()
+    cut_records(run / "nothing there.jsonl", 3)
+
+
+def test_parallel_sizes_and_length_may_change(run: Path) -> None:
+    assert open_(run, "parallel.tensor=2", "trainer.steps=100", "checkpoint.keep=7").step == 4
+
+
+REFUSED = {  # overrides, Hugging Face configuration -> what the line says
+    "another setting": (
+        ["optimizer.learning_rate=0.5"],
+        {},
+        ["optimizer.learning_rate is 0.5", "0.001", "resume=true"],
+    ),
+    "another setting of a plug-in": (["algorithm.settings.delta=1"], {}, ["algorithm.settings.delta is 1", "0.003"]),
+    "told not to": (["checkpoint.resume=false"], {}, ["checkpoint.resume=false", "never overwrites"]),
+    "another algorithm": (["algorithm=grpo", "checkpoint.resume=true"], {}, ["'grpo'", "'flash_reinforce'"]),
+    "another precision": (["model.precision=bf16", "checkpoint.resume=true"], {}, ["'bf16'", "'fp32'"]),
+    "another vocabulary": (["checkpoint.resume=true"], {"vocab_size": 516}, ["vocab_size is 516", "515"]),
+    "another model": (["checkpoint.resume=true"], {"num_hidden_layers": 4}, ["num_hidden_layers is 4", "2"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_run_is_refused_with_both_values(run: Path, case: str) -> None:
+    overrides, hf_config, words = REFUSED[case]
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ValueError) as refused:
+        open_(run, *overrides, **hf_config)
+    message = str(refused.value)
+    assert "\n" not in message
+    for word in [str(run), *words]:
+        assert word in message
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_changed_setting_is_taken_when_asked_for(run: Path) -> None:
+    open_(run, "optimizer.learning_rate=0.5", "checkpoint.resume=true").begin()
+    assert open_(run, "optimizer.learning_rate=0.5").step == 4  # the run has it from now on
+
+
+def test_a_complete_run_goes_on_only_when_it_is_made_longer(run: Path) -> None:
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint" / "config.json").write_text(json.dumps({"whose": "the first 8 steps"}))
+    write_checkpoint(run, 8)
+    with pytest.raises(ValueError, match="complete run of 8 steps: raise trainer.steps"):
+        open_(run)
+    open_(run, "trainer.steps=12").begin()
+    assert json.loads((run / "checkpoint-8" / "config.json").read_text())["whose"] == "the first 8 steps"
+    assert open_(run, "trainer.steps=12").step == 8
+
+
+def test_a_complete_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
+    open_(tmp_path / "run").begin()
+    (tmp_path / "run" / "checkpoint").mkdir()
+    with pytest.raises(ValueError, match="holds a complete run: choose another folder"):
+        open_(tmp_path / "run", "trainer.steps=100")
