@@ -72,11 +72,10 @@ def test_equality_is_by_value() -> None:
             ("x^2+2x", "(x+1)^2"),
             ("(1,2)", "(1, 2)"),
             ("\\sqrt{8}", "2\\sqrt{2}"),
-            ("9^{9^{9^{9}}}", "x+1"),
         ]
         return [await is_equal(*pair) for pair in pairs]
 
-    assert asyncio.run(all_of_it()) == [True, False, True, False, True, True, False]
+    assert asyncio.run(all_of_it()) == [True, False, True, False, True, True]
 
 
 def test_a_verifier_that_hangs_or_dies_scores_nothing(monkeypatch) -> None:
@@ -135,7 +134,8 @@ def reasoning_gym(monkeypatch) -> type:
     if not REASONING_GYM.is_dir():
         pytest.skip(f"reasoning-gym is not installed in {REASONING_GYM}: `make setup` does it")
     monkeypatch.syspath_prepend(str(REASONING_GYM))
-    scoring._pool.cache_clear()  # its workers are to have this path
+    scoring._pool().stop()
+    scoring._pool.cache_clear()  # new workers have this path
     return environments.load("reasoning_gym")
 
 

@@ -1,0 +1,56 @@
+"""Real games of TextWorld, made here and played through the agent loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+from doubles import TextEngine, text_tokenizer
+
+from nemo_flashrl.environments.textworld import Settings, TextWorld, game_file
+from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.agent import Limits, run_episode
+from nemo_flashrl.rollout.codec import Codec
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory) -> Settings:
+    return Settings(quest_length=12, rooms=4, seed=3, games_folder=str(tmp_path_factory.mktemp("games")))
+
+
+def play(settings: Settings, *actions: str, **limits: Any) -> Trajectory:
+    bounds = Limits(max_context=10**6, **{"max_turns": 50, "max_observation_tokens": 5000, **limits})
+    engine, sampling = TextEngine(*actions), Sampling(max_tokens=5000)
+    return asyncio.run(run_episode(engine, TextWorld(settings), 5, Codec(text_tokenizer()), bounds, sampling))
+
+
+def test_a_game_is_won_by_its_walkthrough(settings: Settings) -> None:
+    file = game_file(settings, 5)
+    made = file.stat().st_mtime_ns
+    walkthrough = json.loads(file.with_suffix(".json").read_text())["metadata"]["walkthrough"]
+    assert len(walkthrough) == 12
+    t = play(settings, *(f"I think I should now:\n{command}\n" for command in walkthrough))
+    assert (t.reward, t.turns, t.end_reason, t.failed) == (1.0, 12, "done", False)
+    assert t.info["won"] and t.info["score"] == t.info["max_score"]
+    assert file.stat().st_mtime_ns == made  # kept, not made again
+
+
+def test_odd_commands_do_no_harm(settings: Settings) -> None:
+    odd = ("", "quit", "save", "x" * 5000, "\x00\x1b[2Jlöök", "look\r\x0cgo nowhere")
+    t = play(settings, *odd, max_turns=len(odd))
+    assert (t.turns, t.reward, t.end_reason) == (6, 0.0, "turn_limit")
+    assert text_tokenizer().decode(t.token_ids).count("That is no command of this game.") == 3
+
+
+def test_what_is_shown(settings: Settings) -> None:
+    shown = play(Settings(**{**vars(settings), "show_commands": True}), "inventory", "look", max_turns=2)
+    text = text_tokenizer().decode(shown.token_ids)
+    assert text.startswith("You play a text game.")
+    assert len(re.findall(r"\n\nPossible: .*inventory", text)) == 2
+    assert "-=" in text and not re.search(r"\n> +-=", text)
+    assert (shown.end_reason, shown.failed) == ("turn_limit", True)
+    with pytest.raises(ValueError, match="quest_length=51 must be in 1..50"):
+        Settings(quest_length=51)
