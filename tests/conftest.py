@@ -14,3 +14,33 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.envir
 import torch
 
 torch.set_num_threads(1)
+
+import pytest  # noqa: E402
+from real_server import RealServer, rollout_python  # noqa: E402
+
+REAL_SERVER = "vllm_server"
+SERVER = pytest.StashKey[RealServer]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The real server takes a minute or more to come up: it begins with the session, and its tests come last."""
+    waiting = [item for item in items if REAL_SERVER in getattr(item, "fixturenames", ())]
+    items[:] = [item for item in items if item not in waiting] + waiting
+    if waiting and not config.option.collectonly and rollout_python() is not None:
+        config.stash[SERVER] = RealServer()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SERVER in config.stash and config.stash[SERVER].process.poll() is None:
+        config.stash[SERVER].end()
+
+
+@pytest.fixture(scope="session")
+def vllm_server(request: pytest.FixtureRequest) -> RealServer:
+    """The one vLLM server of a session, ready."""
+    if SERVER not in request.config.stash:
+        pytest.skip("vLLM is not installed here: `make rollout-venv` does it on Linux x86-64")
+    server = request.config.stash[SERVER]
+    server.wait()
+    return server

@@ -1,0 +1,158 @@
+"""`flashrl serve-rollout`: flags, and that no process and no port outlives it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server_processes import HERE, free_port
+
+from nemo_flashrl import config
+from nemo_flashrl.cli import main
+from nemo_flashrl.rollout_server.serve import ServeOptions, command, environment
+
+LONG = 60.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+class Serving:
+    """Two stand-ins under one supervisor."""
+
+    def __init__(self, log: Path, follow: int = 0, flags: str = "") -> None:
+        self.log, self.ports = log, [free_port()]
+        self.ports.append(self.ports[0] + 1)
+        arguments = [str(self.ports[0]), "2", str(follow), flags]
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, HERE / "serve_stand_ins.py", *arguments], stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def says(self, text: str, times: int = 1) -> None:
+        until(lambda: self.log.read_text().count(text) >= times or self.process.poll() is not None)
+        assert self.log.read_text().count(text) >= times, self.log.read_text()
+
+    def servers(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    started = Serving(tmp_path / "log")
+    started.says("is ready", 2)
+    yield started
+    started.process.kill()
+    started.process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_it(serving: Serving, number: int) -> None:
+    assert not any(is_free(port) for port in serving.ports)
+    serving.process.send_signal(number)
+    code = serving.process.wait(LONG)
+    assert code == (-9 if number == signal.SIGKILL else 128 + number)
+    until(lambda: all(is_free(port) for port in serving.ports))
+
+
+def test_dead_server_is_started_again(serving: Serving) -> None:
+    first = serving.servers()
+    os.kill(first[1], signal.SIGKILL)
+    serving.says("ended with exit code -9 and is started again")
+    serving.says("is ready", 3)
+    now = serving.servers()
+    assert first[0] in now and first[1] not in now and len(now) == 2
+    with urllib.request.urlopen(f"http://127.0.0.1:{serving.ports[1]}/health", timeout=10) as answer:
+        assert answer.status == 200
+
+
+def test_ends_with_the_process_it_follows(tmp_path: Path) -> None:
+    trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    serving = Serving(tmp_path / "log", follow=trainer.pid)
+    serving.says("is ready", 2)
+    trainer.kill()  # it stays a zombie, which counts as gone
+    assert serving.process.wait(LONG) == 0
+    assert all(is_free(port) for port in serving.ports)
+    trainer.wait()
+
+
+def test_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    serving = Serving(tmp_path / "log", flags="broken")
+    assert serving.process.wait(LONG) == 1
+    assert "ended with exit code 3 before it answered" in serving.log.read_text()
+
+
+CONFIG = """
+output: {folder}/run
+model: {{path: /models/it, context_length: 512, precision: bf16}}
+environment: {{name: key_value_store}}
+rollout: {{batch_size: 24, engine: vllm, servers: ["http://127.0.0.1:{port}"]}}
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path, port=free_port()))
+    return str(path)
+
+
+def test_flags(settings: str) -> None:
+    """What the engine refuses a server for, and what would make it sample from another distribution."""
+    line = " ".join(command(config.load(settings), ServeOptions(flags="--seed 3"), 8000, accelerated=False))
+    for flags in (
+        "--model /models/it",
+        "--max-model-len 512",
+        "--dtype bfloat16",
+        "--max-num-seqs 24",
+        "--logprobs-mode processed_logprobs",
+        "--generation-config vllm",
+        "--enable-scale-out",
+        '--weight-transfer-config {"backend": "flashrl_file"}',
+        "--enforce-eager",
+    ):
+        assert flags in line
+    assert line.endswith("--seed 3")
+    assert "--enforce-eager" not in command(config.load(settings), ServeOptions(), 8000, accelerated=True)
+
+
+def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServeOptions(tensor_parallel=2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment(options, 1, accelerated=True)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert environment(options, 1, accelerated=True)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert "CUDA_VISIBLE_DEVICES" not in environment(options, 1, accelerated=False)
+
+
+def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    assert main(["serve-rollout", settings]) == 2
+    assert "vLLM is not installed for" in capsys.readouterr().err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert main(["serve-rollout", settings, "rollout.servers=[]"]) == 2
+    assert "say on which port" in capsys.readouterr().err
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve-rollout", settings, "--port", str(port)]) == 2
+        assert f"port {port} of 127.0.0.1 cannot be used: Address already in use" in capsys.readouterr().err

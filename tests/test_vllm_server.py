@@ -1,0 +1,211 @@
+"""A real vLLM server, one for the session: log-probs, versions, new weights under way, runs of `flashrl train`."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from real_server import CONTEXT, VOCAB, RealServer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nemo_flashrl.diagnostics.json_lines import read_metrics
+from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.rollout import VLLMEngine
+from nemo_flashrl.rollout.probe import Probe, ProbedWeights, probe_token_ids
+
+EXACT = 1e-4  # nats, fp32 on both sides
+LONG = 240.0
+
+
+@pytest.fixture(scope="module")
+def policies(vllm_server: RealServer) -> dict[int, PreTrainedModel]:
+    """Three models of one shape; 0 is the server's first."""
+    models = {}
+    for version in range(3):
+        models[version] = AutoModelForCausalLM.from_pretrained(vllm_server.model).eval().requires_grad_(False)
+        for parameter in models[version].parameters():
+            parameter.add_(
+                version * 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+            )
+    return models
+
+
+def logprobs(model: PreTrainedModel, token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Of `token_ids[1:]`."""
+    scores = torch.log_softmax(model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature, -1)
+    return scores.gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+def weights(model: PreTrainedModel, leave_out: str = "-") -> ProbedWeights:
+    ids = probe_token_ids(VOCAB)
+    named = [(name, tensor) for name, tensor in model.state_dict().items() if leave_out not in name]
+    return ProbedWeights(named, Probe(ids, tuple(logprobs(model, list(ids)).tolist()), 1e-3))
+
+
+def run(server: RealServer, story: Callable[[VLLMEngine], Awaitable[Any]], **options: Any) -> Any:
+    async def whole() -> Any:
+        engine = VLLMEngine([server.url], VOCAB, **{"timeout": LONG} | options)
+        try:
+            return await asyncio.wait_for(story(engine), LONG)
+        finally:
+            await engine.close()
+
+    return asyncio.run(whole())
+
+
+def distance(prompt: list[int], generation: Generation, policies: dict[int, PreTrainedModel], temperature: float = 1.0):
+    """Largest difference between the sampler's log-probs and those of the version that each token is said to be of."""
+    whole = [*prompt, *generation.token_ids]
+    known = torch.stack([logprobs(model, whole, temperature)[len(prompt) - 1 :] for model in policies.values()])
+    versions = torch.tensor(generation.versions)
+    expected = known.gather(0, versions[None])[0]
+    return float((expected - torch.tensor(generation.logprobs)).abs().max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_the_models(vllm_server: RealServer, policies: dict, temperature: float) -> None:
+    """3,072 tokens; and the same seed samples the same tokens, another one others."""
+
+    async def story(engine: VLLMEngine) -> None:
+        prompts = [[n, 2 * n + 1, 7] for n in range(24)]
+        samplings = [Sampling(temperature=temperature, max_tokens=128, seed=n) for n in range(24)]
+        await engine.load_weights(weights(policies[0]), 0)
+        answers = await asyncio.gather(*(engine.generate(*pair) for pair in zip(prompts, samplings, strict=True)))
+        assert sum(len(a.token_ids) for a in answers) == 3072
+        worst = max(distance(p, a, policies, temperature) for p, a in zip(prompts, answers, strict=True))
+        assert worst <= EXACT
+        other = 0.7 if temperature == 1.0 else 1.0  # the wrong temperature does not pass
+        assert distance(prompts[0], answers[0], policies, other) > 0.1
+        again = await engine.generate(prompts[3], samplings[3])
+        assert again.token_ids == answers[3].token_ids and again.token_ids != answers[4].token_ids
+
+    run(vllm_server, story)
+
+
+def test_stop_tokens_and_lengths(vllm_server: RealServer, policies: dict) -> None:
+    """The stop token is sampled, kept and scored; a prompt beyond the context is refused and harms nobody."""
+
+    async def story(engine: VLLMEngine) -> None:
+        await engine.load_weights(weights(policies[0]), 0)
+        free = await engine.generate([5, 6], Sampling(max_tokens=40, seed=1))
+        stop = free.token_ids[10]
+        first = free.token_ids.index(stop)
+        stopped = await engine.generate([5, 6], Sampling(max_tokens=40, seed=1, stop_token_ids=(stop,)))
+        assert stopped.token_ids == free.token_ids[: first + 1]
+        assert (free.finish_reason, stopped.finish_reason) == ("length", "stop")
+        assert distance([5, 6], stopped, policies) <= EXACT
+        with pytest.raises(ValueError, match="refused the request .400.*maximum model length"):
+            await engine.generate([1] * (CONTEXT + 1), Sampling())
+        assert not engine.faults
+
+    run(vllm_server, story)
+
+
+def test_new_weights_while_requests_are_in_flight(vllm_server: RealServer, policies: dict) -> None:
+    """Each token is of the version it is said to be of, computed on keys and values of that version alone."""
+
+    async def story(engine: VLLMEngine) -> None:
+        prompts = [[n, 9, 8, 7] for n in range(6)]
+        await engine.load_weights(weights(policies[0]), 0)
+        requests = [
+            asyncio.create_task(engine.generate(p, Sampling(max_tokens=900, seed=n))) for n, p in enumerate(prompts)
+        ]
+        for version in (1, 2):
+            await asyncio.sleep(0.3)
+            await engine.load_weights(weights(policies[version]), version)
+        answers = await asyncio.gather(*requests)
+        assert all(list(a.versions) == sorted(a.versions) and a.versions[-1] == 2 for a in answers)
+        assert any(len(set(a.versions)) == 3 for a in answers), "all had ended: make them longer"
+        assert max(distance(p, a, policies) for p, a in zip(prompts, answers, strict=True)) <= EXACT
+        wrong = {0: policies[0], 1: policies[0], 2: policies[0]}
+        assert distance(prompts[0], answers[0], wrong) > 0.1
+        assert not engine.faults
+
+    run(vllm_server, story)
+
+
+def test_cached_prefix_is_dropped_with_the_old_weights(vllm_server: RealServer, policies: dict) -> None:
+    async def story(engine: VLLMEngine) -> None:
+        prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 16
+        for version in (0, 1, 2, 0):
+            await engine.load_weights(weights(policies[version]), version)
+            for seed in range(2):  # the second one finds the prefix of the first
+                answer = await engine.generate(prompt, Sampling(max_tokens=8, seed=seed))
+                assert answer.versions == (version,) * 8 and distance(prompt, answer, policies) <= EXACT
+
+    run(vllm_server, story)
+
+
+def test_refused_weights_leave_the_old_ones(vllm_server: RealServer, policies: dict) -> None:
+    bad = {
+        "is missing": [("model.norm.weight", torch.ones(64))],
+        "has shape": [(n, t[:-1] if "norm" in n else t) for n, t in policies[1].state_dict().items()],
+        "is not finite": [(n, t / 0 if "norm" in n else t) for n, t in policies[1].state_dict().items()],
+        "is no tensor": [*policies[1].state_dict().items(), ("model.extra.weight", torch.ones(2))],
+    }
+
+    async def story(engine: VLLMEngine) -> None:
+        await engine.load_weights(weights(policies[2]), 2)
+        for words, stream in bad.items():
+            with pytest.raises(RuntimeError, match=words):
+                await engine.load_weights(stream, 1)
+        assert engine.version == 2
+        answer = await engine.generate([1, 2, 3], Sampling(max_tokens=32, seed=4))
+        assert answer.versions == (2,) * 32 and distance([1, 2, 3], answer, policies) <= EXACT
+
+    run(vllm_server, story)
+
+
+def test_trainer_that_died_within_an_update(vllm_server: RealServer, policies: dict) -> None:
+    """It leaves the server paused and an update begun; the next trainer goes on as if nothing had been."""
+    for path in ("/pause?mode=keep&clear_cache=true", "/start_weight_update"):
+        request = urllib.request.Request(vllm_server.url + path, b"{}", {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=60).close()
+
+    async def story(engine: VLLMEngine) -> None:
+        await engine.load_weights(weights(policies[1]), 1)
+        answer = await engine.generate([4, 5], Sampling(max_tokens=16))
+        assert answer.versions == (1,) * 16 and distance([4, 5], answer, policies) <= EXACT
+
+    run(vllm_server, story)
+
+
+@pytest.mark.parametrize(("ranks", "temperature"), [(1, 1.0), (2, 1.0), (2, 0.7)])
+def test_train_from_the_server(vllm_server: RealServer, tmp_path: Path, ranks: int, temperature: float) -> None:
+    """Three optimizer steps; what the trainer computes for the tokens is what the server said when it sampled them."""
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"""
+defaults: [/algorithm: flash_reinforce, _self_]
+output: {tmp_path}/run
+model: {{path: {vllm_server.model}, context_length: 256, precision: fp32}}
+parallel: {{tensor: {ranks}}}
+optimizer: {{learning_rate: 1.0e-3, warmup_steps: 0}}
+environment: {{name: letters.Letters}}
+rollout:
+  engine: vllm
+  servers: ["{vllm_server.url}"]
+  temperature: {temperature}
+  batch_size: 16
+  max_turns: 2
+  max_tokens_per_turn: 48
+trainer: {{steps: 3}}
+"""
+    )
+    run_ranks(ranks, "training", str(config))
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 3
+    tokens = sum(step["policy_tokens"] for step in steps)
+    assert tokens > 3000
+    assert max(step["logprob_difference_max"] for step in steps) <= EXACT
+    assert all(step["staleness_max"] == 0 for step in steps)
+    first = AutoModelForCausalLM.from_pretrained(vllm_server.model).state_dict()
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").state_dict()
+    moved = max(float((a - b).abs().max()) for a, b in zip(first.values(), last.values(), strict=True))
+    assert moved > 1e-3  # so the second and third step were sampled from weights that came over the wire
