@@ -1,0 +1,56 @@
+"""`rollout.engine` and what belongs to it: refused in one line before a model is built, and made into an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import write_model
+
+from nemo_flashrl import config
+from nemo_flashrl.preflight import prepare
+from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+from nemo_flashrl.rollout import SGLangEngine, TransformersEngine, VLLMEngine
+from nemo_flashrl.rollout.engines import make_engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("model") / "m")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def settings(model: Path, tmp_path: Path, *overrides: str) -> config.RunConfig:
+    return config.load("rehearsal", [f"output={tmp_path}/run", f"model.path={model}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.engine=vllm"], r"rollout.servers=\[\].*engine=vllm needs the URL of one server"),
+        (["rollout.engine=sglang"], r"rollout.servers=\[\].*engine=sglang"),
+        (["rollout.servers=[http://a:1]"], "engine=transformers asks none"),
+        (["rollout.engine=vllm", "rollout.servers=['a:1']"], "'a:1' is no URL"),
+        (["rollout.engine=vllm", "rollout.servers=[http://a:1,http://a:1/]"], "each server once"),
+        (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.temperature=3"], "vLLM samples at 2 at most"),
+        (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.weights_folder=/no/such"], "weights_folder"),
+    ],
+)
+def test_refused(model: Path, tmp_path: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        prepare(settings(model, tmp_path, *overrides), 1)
+
+
+def test_unknown_engine(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rollout.engine='tgi': must be one of transformers, vllm, sglang"):
+        settings(model, tmp_path, "rollout.engine=tgi")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("transformers", TransformersEngine), ("vllm", VLLMEngine), ("sglang", SGLangEngine)]
+)
+def test_engine_of_a_configuration(model: Path, tmp_path: Path, name: str, kind: type) -> None:
+    servers = [] if name == "transformers" else ["rollout.servers=[http://a:1]", f"rollout.weights_folder={tmp_path}"]
+    run = settings(model, tmp_path, f"rollout.engine={name}", *servers)
+    assert type(make_engine(run.rollout, str(model), 515)) is kind
