@@ -16,7 +16,7 @@ from nemo_flashrl.diagnostics.doctor_rule import (
 )
 from nemo_flashrl.diagnostics.run_folder import RunRecord
 
-SOLVED = 0.95  # success from which ties and low entropy are what a solved task looks like
+SOLVED = 0.9  # success from which ties and low entropy are what a solved task looks like
 
 
 def _not_finite(run: RunRecord) -> str:
@@ -67,19 +67,24 @@ def _advantage_jump(run: RunRecord) -> str:
 
 
 def _reward_hacking(run: RunRecord) -> str:
-    reward = thirds(run.column("reward_mean"))
-    spread = np.nanmean(run.column("reward_std")) if run.has("reward_std") else 0.0
-    if not long_enough(run) or not reward[1] - reward[0] > 0.2 * spread:
+    """A reward that rises with success may take longer answers; one that rises without it pays for something else."""
+    reward, spread = run.column("reward_mean"), np.nanmean(run.column("reward_std"))
+    if not long_enough(run) or not recent(reward) - early(reward, 5) > 0.2 * spread:
         return ""
-    length, repeated = thirds(run.column("response_tokens")), thirds(run.column("repeated_token_share"))
     seen = []
-    if length[1] > 2 * length[0]:
-        seen.append(f"response_tokens from {length[0]:.0f} to {length[1]:.0f}")
-    if repeated[1] > 0.2 and repeated[1] > 3 * repeated[0]:
-        seen.append(f"repeated_token_share from {repeated[0]:.2f} to {repeated[1]:.2f}")
+    length, turns = run.column("response_tokens"), run.column("turns")
+    success = run.column("success")
+    if recent(length) > 1.8 * early(length, 5) and recent(success) - early(success, 5) < 0.05:
+        seen.append(
+            f"response_tokens from {early(length, 5):.0f} to {recent(length):.0f} and turns from {early(turns, 5):.1f} "
+            f"to {recent(turns):.1f}, with success from {early(success, 5):.2f} to {recent(success):.2f}"
+        )
+    repeated = run.column("repeated_token_share")
+    if recent(repeated) > 0.2 and recent(repeated) > 3 * early(repeated, 5):
+        seen.append(f"repeated_token_share from {early(repeated, 5):.2f} to {recent(repeated):.2f}")
     if not seen:
         return ""
-    return f"reward_mean rose from {reward[0]:.3g} to {reward[1]:.3g} (first and last third) while " + ", ".join(seen)
+    return f"reward_mean rose from {early(reward, 5):.3g} to {recent(reward):.3g} while " + ", ".join(seen)
 
 
 def _loss_without_progress(run: RunRecord) -> str:

@@ -43,14 +43,10 @@ def _trainer_waits(run: RunRecord) -> str:
 
 
 def _rollouts_wait(run: RunRecord) -> str:
-    share = _share_of_step(run, "rollout_seconds")
-    streams = setting(run, "rollout.mode") in ("async", "in_flight")
-    if not (long_enough(run) and streams and share < 0.02):
+    share = _share_of_step(run, "rollouts_wait_seconds")
+    if not (long_enough(run) and setting(run, "rollout.mode") in ("async", "in_flight") and share > 0.5):
         return ""
-    return (
-        f"rollout_seconds is {share:.1%} of step_seconds at {last_steps(run)}: batches wait for the trainer, which is "
-        "the slower side"
-    )
+    return f"rollouts_wait_seconds is {share:.0%} of step_seconds at {last_steps(run)}: episodes wait for the trainer"
 
 
 def _padding(run: RunRecord) -> str:

@@ -76,6 +76,8 @@ _POLICY = (
     _mean("clip_fraction", "share", "action tokens whose ratio is clipped", "clipped_tokens", _TOKENS),
     _mean("kl", "nats", "divergence from the reference policy per action token", "kl", _TOKENS),
     _mean("entropy", "nats", "of the policy per action token", "entropy", _TOKENS),
+    Metric("kl_penalty", "reward", "taken off a trajectory's reward, mean"),
+    Metric("reference_distance", "", "norm of policy - reference / norm of policy, over all weights", TRAINER),
     Metric("beta", "", "coefficient of the KL term"),
     Metric("temperature", "", "of the sampler"),
     Metric("group_size", "trajectories", "G: rollouts of one prompt"),
@@ -84,10 +86,13 @@ _POLICY = (
     _sum("extreme_tokens", "tokens", "of these, tokens with trainer and sampler over 20 nats apart", "extreme_tokens"),
     Metric("staleness_mean", "versions", "age of a trajectory's oldest token, mean over the batch"),
     Metric("staleness_max", "versions", "the largest of these ages"),
+    Metric("staleness_*", "share", "trajectories of these ages, in versions"),
 )
 _ROLLOUT = (
     Metric("episodes_*", "episodes", "ended in this step, by their end"),
     Metric("episodes_in_flight", "episodes", "running when the batch was complete"),
+    Metric("queue_depth", "trajectories", "ended and waiting for the trainer when the batch was complete"),
+    Metric("total_trajectories_*", "trajectories", "since the start of the run"),
     Metric("observations_truncated", "observations", "cut at rollout.max_observation_tokens"),
     _sum("dropped_ratio_guard", "trajectories", "rejected for a token with a ratio beyond the guard", "guarded"),
     Metric("dropped_*", "trajectories", "left out of training, by reason"),
@@ -104,6 +109,7 @@ _BATCHING = (
 _MACHINE = (
     Metric("step_seconds", "s", "the whole step", MACHINE),
     Metric("rollout_seconds", "s", "waited for the batch", MACHINE),
+    Metric("rollouts_wait_seconds", "s", "places for episodes stood empty because the trainer was busy, mean", MACHINE),
     Metric("train_seconds", "s", "forward, backward and optimizer", MACHINE),
     Metric("refit_seconds", "s", "weights from the trainer to the sampler", MACHINE),
     Metric("tokens_per_second", "tokens/s", "trained, prompts and observations included", MACHINE),

@@ -1,0 +1,59 @@
+"""Pages that come from the code are up to date; commands and links in the others hold."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl.cli import _parser
+from nemo_flashrl.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"run python docs/generate.py: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_are_ones(page: Path) -> None:
+    """What stands on a line of its own is parsed as the command line parses it; other tests run each command."""
+    for line in re.findall(r"^    (flashrl .*)$", page.read_text(), re.M):
+        if "[" not in line:  # a synopsis
+            _parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+@pytest.mark.parametrize("name", ["tuning.md", "moving.md", "concepts.md"])
+def test_settings_that_pages_name_are_settings(name: str) -> None:
+    config = RunConfig()
+    named = set(re.findall(r"`(?:[\w.]+=)?([a-z]+\.[a-z_]+)(?:=[\w.]+)?`", (ROOT / "docs" / name).read_text()))
+    sections = {key for key in vars(config) if hasattr(getattr(config, key), "__dataclass_fields__")}
+    for key in named:
+        section, field = key.split(".")
+        if section in sections:
+            assert hasattr(getattr(config, section), field), key
+
+
+def test_both_languages_show_the_same_commands() -> None:
+    english, chinese = ((ROOT / f"README{suffix}.md").read_text() for suffix in ("", ".zh"))
+    commands = [
+        re.findall(r"^    ((?:flashrl|make|torchrun) [^#\n]*?) *(?:#.*)?$", t, re.M) for t in (english, chinese)
+    ]
+    assert commands[0] == commands[1]
+    assert english.count("\n## ") == chinese.count("\n## ")
