@@ -109,12 +109,16 @@ def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:
 
 def bound_to(config: RunConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """What the tensors of a checkpoint are made for, by the name under which a difference is reported."""
+    reference = config.reference
     return {
         **{f"the model's {name}": hf_config.get(name) for name in ARCHITECTURE},
         "model.precision": config.model.precision,
         "lora.rank": config.lora.rank,
         "lora.targets": sorted(config.lora.targets) if config.lora.rank else [],
         "algorithm.name": config.algorithm.name,
+        "reference.mode": reference.mode,
+        "reference.every": reference.every if reference.mode == "hard" else None,
+        "reference.beta": reference.beta if reference.mode == "ema" else None,
     }
 
 

@@ -95,6 +95,11 @@ REFUSED = {  # overrides, Hugging Face configuration -> what the line says
     "told not to": (["checkpoint.resume=false"], {}, ["checkpoint.resume=false", "never overwrites"]),
     "another algorithm": (["algorithm=grpo", "checkpoint.resume=true"], {}, ["'grpo'", "'flash_reinforce'"]),
     "another precision": (["model.precision=bf16", "checkpoint.resume=true"], {}, ["'bf16'", "'fp32'"]),
+    "another average": (
+        ["reference.mode=ema", "reference.evaluate=true", "checkpoint.resume=true"],
+        {},
+        ["reference.mode is 'ema'", "'none'"],
+    ),
     "another vocabulary": (["checkpoint.resume=true"], {"vocab_size": 516}, ["vocab_size is 516", "515"]),
     "another model": (["checkpoint.resume=true"], {"num_hidden_layers": 4}, ["num_hidden_layers is 4", "2"]),
 }

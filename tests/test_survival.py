@@ -24,6 +24,7 @@ from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.resume import EXIT_PREEMPTED, complete_checkpoints
 
 BATCH, EPOCH = 8, 40  # an epoch is five steps
+REFERENCE = ("reference.mode=ema", "reference.beta=0.8", "kl.coefficient=0.01", "kl.schedule=adaptive")
 TP2_PP2 = ("parallel.tensor=2", "parallel.pipeline=2")
 KILLS = int(os.environ.get("FLASHRL_KILLS", "3"))
 STEPS = 2 * KILLS + 2  # a kill comes while one of the next two checkpoints is written
@@ -78,7 +79,7 @@ def test_stopped_and_resumed_is_as_straight(model: Path, tmp_path: Path, process
 
     def run(name: str, steps: int) -> dict[str, torch.Tensor]:
         out = tmp_path / f"{name}.pt"
-        options = ("checkpoint.every_steps=100", "algorithm.settings.delta=inf", *sizes)
+        options = ("checkpoint.every_steps=100", "algorithm.settings.delta=inf", *REFERENCE, *sizes)
         overrides = settings(tmp_path / name, model, steps, *options)
         run_ranks(processes, "whole_run", out, *overrides, dropout=0.1)
         return torch.load(out)
@@ -143,19 +144,21 @@ def test_resumed_at_other_parallel_sizes(saved_at_tp2, model: Path, tmp_path: Pa
     """The vocabulary of 23 tokens is padded to 256 rows at TP=2 and to 128 at TP=1."""
     run, state = saved_at_tp2
     shutil.copytree(run, tmp_path / "run")
-    overrides = settings(tmp_path / "run", model, 2, *sizes)
+    overrides = settings(tmp_path / "run", model, 2, *REFERENCE, *sizes)
     run_ranks(1 + len(sizes), "whole_run", tmp_path / "state.pt", *overrides)
     restored = torch.load(tmp_path / "state.pt")
     assert restored.keys() == state.keys()
     for name, tensor in state.items():
         assert torch.equal(restored[name], tensor), name
         assert tensor.abs().max() > 0
+    moved = sum(bool((state[f"reference {n[7:]}"] != t).any()) for n, t in state.items() if n.startswith("weight "))
+    assert moved > 10  # the average is not the policy
 
 
 @pytest.fixture(scope="module")
 def saved_at_tp2(model: Path, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     root = tmp_path_factory.mktemp("tp2")
-    overrides = settings(root / "run", model, 2, "parallel.tensor=2")
+    overrides = settings(root / "run", model, 2, *REFERENCE, "parallel.tensor=2")
     run_ranks(2, "whole_run", root / "state.pt", *overrides)
     return root / "run", torch.load(root / "state.pt")
 

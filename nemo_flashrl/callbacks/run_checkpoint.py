@@ -96,7 +96,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last step's checkpoint, unless it is there already."""
-        self.asked_to_stop |= trainer.should_stop
+        self.asked_to_stop = trainer.should_stop  # what all ranks know; a signal since the last step comes too late
         if (self.every_steps or self.asked_to_stop) and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         signal.signal(signal.SIGTERM, self._previous_handler)

@@ -1,4 +1,4 @@
-"""Training with a look at everything that a checkpoint holds: weights and optimizer moments under HF names."""
+"""Training with a look at everything that a checkpoint holds: weights, moments and reference under HF names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_flashrl import platform
+from nemo_flashrl.callbacks import EMAReferenceCallback
 from nemo_flashrl.config import load
 from nemo_flashrl.preflight import prepare
 from nemo_flashrl.train import build_callbacks, build_data, build_driver, build_model, build_trainer, resume
@@ -26,10 +27,13 @@ class Look(pl.Callback):
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         state = trainer.optimizers[0].mcore_optimizer.chained_optimizers[0].optimizer.state
+        shadow = next(c for c in trainer.callbacks if isinstance(c, EMAReferenceCallback)).shadow
+        names = {id(parameter): name for name, parameter in shadow.parameters.items()}
         kinds = {
             "weight": torch.Tensor.detach,
             "exp_avg": lambda p: state[p]["exp_avg"],
             "exp_avg_sq": lambda p: state[p]["exp_avg_sq"],
+            "reference": lambda p: shadow.values[names[id(p)]],
         }
         found = {}
         for kind, value in kinds.items():
