@@ -50,6 +50,7 @@ def train(config: RunConfig) -> Path:
         if trainer.should_stop:
             raise Preempted(f"stopped by SIGTERM after step {trainer.global_step} of {config.trainer.steps}")
         export(config, parts, model, output / "checkpoint")
+        export_reference(config, parts, model, trainer)
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
             raise end.__context__ from None
@@ -284,3 +285,13 @@ def export(config: RunConfig, parts: Parts, model: PolicyModel, target: Path) ->
         write_hf_folder(stream, config.model.path, target, run_card(asdict(config), config.trainer.steps))
     for _ in stream:
         pass
+
+
+def export_reference(config: RunConfig, parts: Parts, model: PolicyModel, trainer: nl.Trainer) -> None:
+    """Write the reference beside the policy, to be generated from, where it is evaluated."""
+    from nemo_flashrl.callbacks import EMAReferenceCallback
+
+    for callback in trainer.callbacks:
+        if isinstance(callback, EMAReferenceCallback) and callback.evaluate:
+            with callback.swapped_in():
+                export(config, parts, model, Path(config.output) / "reference")

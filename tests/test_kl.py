@@ -177,6 +177,8 @@ def test_a_step_is_that_of_plain_float64(case, processes, place, layout) -> None
     root, folders, models, trajectories = case
     out = root / f"{place}_{processes}_{len(layout)}.pt"
     overrides = ["reference.mode=frozen", "kl.coefficient=0.3", f"kl.place={place}", "reference.evaluate=true", *layout]
+    if place == "loss":
+        overrides.append("kl.schedule=entropy")
     run_ranks(processes, "kl", *folders, root / "trajectories.pkl", out, VOCAB_SIZE, *overrides)
     step = torch.load(out)
     coefficients = {"coefficient": 0.3} if place == "loss" else {"coefficient": 0.0, "penalty": 0.3}
@@ -186,7 +188,9 @@ def test_a_step_is_that_of_plain_float64(case, processes, place, layout) -> None
     assert worst_error(captured["gradients"], gradients) < (2e-5,)
     assert step["stats"]["kl"] / step["stats"]["policy_tokens"] == pytest.approx(divergence, rel=1e-4)
     assert captured["metrics"]["beta"] == 0.3
-    if place == "reward":
+    if place == "loss":
+        assert 0 < step["stats"]["entropy"] / step["stats"]["policy_tokens"] < math.log(VOCAB_SIZE)
+    else:
         assert captured["metrics"]["kl_penalty"] == pytest.approx(penalty, rel=1e-4)
     _, wrong, *_ = plain(models, trajectories, coefficient=0.0)  # without the KL
     assert worst_error(wrong, gradients) > (5e-3,)

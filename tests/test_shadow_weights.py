@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from processes import run_ranks
 
 from nemo_flashrl.models.shadow_weights import ShadowWeights, _put_in, _take_out
 
@@ -21,7 +24,7 @@ def test_any_two_sets_change_places_and_back_bit_for_bit(dtype) -> None:
     policy = torch.randint(-(2**15), 2**15, (1 << 20,), generator=generator).to(torch.int16).view(torch.bfloat16)
     policy = policy.to(dtype)
     before = bits(policy).clone(), bits(shadow).clone()
-    _put_in(policy, shadow, shadow.clone())
+    _put_in(policy, shadow)
     finite = before[1].view(torch.float32).abs() < 1e38
     expected = before[1].view(torch.float32).to(dtype)
     away = (before[1] & 0xFFFF) == 0x8000  # a tie goes away from zero here, to the even neighbour in torch
@@ -64,3 +67,15 @@ def test_copy_is_exact_and_other_dtypes_are_refused() -> None:
     assert torch.equal(shadow.values["weight"], model.weight)
     with pytest.raises(ValueError, match=r"reference: weight is torch.float16"):
         ShadowWeights(torch.nn.Linear(2, 2).half())
+
+
+def test_it_takes_4_bytes_a_parameter_of_the_host_and_a_piece_of_the_device(tmp_path) -> None:
+    """16 layers of 2^20 parameters. The policy holds weights, fp32 gradients, Adam's moments, and for bf16 a master."""
+    layers, parameters = 16, 2**20
+    run_ranks(1, "swap_memory", tmp_path / "report.json", layers, 1024)
+    report = json.loads((tmp_path / "report.json").read_text())
+    for dtype, policy_bytes in (("torch.float32", 4 + 4 + 8), ("torch.bfloat16", 2 + 4 + 12)):
+        measured = report[dtype]
+        assert measured["host"] == 4 * layers * parameters
+        allowed = 4 * parameters + 0.02 * policy_bytes * layers * parameters  # one layer's buffer and 2%
+        assert max(measured["swap"], measured["follow"]) < allowed < 4 * layers * parameters  # a second model is more

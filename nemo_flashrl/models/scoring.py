@@ -58,6 +58,7 @@ def _forward(
     def forward_step(data: Iterator[dict[str, Tensor]], model: torch.nn.Module):
         return model.score_step(next(data), entropies=entropies), _answer
 
+    assert len(pipeline) == 1, "a virtual pipeline is not scored"
     first = microbatches[0]["tokens"]
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nemo_flashrl import platform
 
-PIECE = 2**22  # numbers in flight at a time
+PIECE = 2**19  # numbers in flight at a time, 12 bytes each at most
 KEY = "reference"  # prefix of the tensors in a checkpoint
 _LOW, _HALF = 0xFFFF, 0x8000  # the 16 bits that bf16 has not, and half of what they count
 
@@ -83,11 +83,10 @@ class ShadowWeights:
                 for name, parameter in self.parameters.items():
                     counted = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
                     for policy, shadow in self._pieces(name):
-                        incoming = shadow.to(policy.device, copy=True, non_blocking=True)
-                        if counted:  # by no other rank
-                            squares += _squares(policy.float(), incoming)
-                        _put_in(policy, shadow, incoming)
+                        apart = _put_in(policy, shadow)
                         exchanged.append((policy, shadow))
+                        if counted:  # by no other rank
+                            squares += apart
             torch.distributed.all_reduce(squares, group=parallel_state.get_model_parallel_group())
             difference, norm = squares.sqrt().tolist()
             self.distance = difference / max(norm, torch.finfo(torch.float32).tiny)
@@ -130,29 +129,35 @@ class ShadowWeights:
 
 def _squares(policy: Tensor, shadow: Tensor) -> Tensor:
     """(squared distance, squared norm), float64 [2]."""
-    return torch.stack([(policy - shadow).square().sum(), policy.square().sum()]).double()
+    norms = [torch.linalg.vector_norm(values, dtype=torch.float32) for values in (policy - shadow, policy)]
+    return torch.stack(norms).double().square()
 
 
-def _put_in(policy: Tensor, shadow: Tensor, incoming: Tensor) -> None:
-    """Exchange; `incoming` is a copy of `shadow` [n] on the policy's device."""
+def _put_in(policy: Tensor, shadow: Tensor) -> Tensor:
+    """Exchange [n] and [n]; returns their squared distance and the policy's squared norm."""
+    incoming = shadow.to(policy.device, copy=True, non_blocking=True)
+    squares = _squares(policy, incoming)
     if policy.dtype == torch.float32:
         shadow.copy_(policy, non_blocking=True)
         policy.copy_(incoming)
-        return
+        return squares
     bits, policy_bits = incoming.view(torch.int32), policy.view(torch.int16)
-    kept = (policy_bits.to(torch.int32) << 16) | (bits & _LOW)
-    policy_bits.copy_((bits + _HALF) >> 16)
+    kept = policy_bits.to(torch.int32).bitwise_left_shift_(16).bitwise_or_(bits & _LOW)
+    policy_bits.copy_(bits.add_(_HALF).bitwise_right_shift_(16))
     shadow.view(torch.int32).copy_(kept, non_blocking=True)
+    return squares
 
 
 def _take_out(policy: Tensor, shadow: Tensor) -> None:
     """Undo `_put_in`."""
     incoming = shadow.to(policy.device, copy=True, non_blocking=True)
     if policy.dtype == torch.float32:
-        _put_in(policy, shadow, incoming)
+        shadow.copy_(policy, non_blocking=True)
+        policy.copy_(incoming)
         return
     kept, rounded = incoming.view(torch.int32), policy.view(torch.int16)
-    low = kept & _LOW
-    high = rounded.to(torch.int32) - (low >= _HALF).to(torch.int32)  # where it was rounded away from zero
-    rounded.copy_(kept >> 16)
-    shadow.view(torch.int32).copy_((high << 16) | low, non_blocking=True)
+    bits = rounded.to(torch.int32)
+    bits.sub_((kept >> 15).bitwise_and_(1))  # where it was rounded away from zero
+    bits.bitwise_left_shift_(16).bitwise_or_(kept & _LOW)
+    rounded.copy_(kept.bitwise_right_shift_(16))
+    shadow.view(torch.int32).copy_(bits, non_blocking=True)

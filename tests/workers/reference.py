@@ -110,9 +110,22 @@ def everything(step) -> list[torch.Tensor]:
     return [t.detach().clone() for t in found]
 
 
-def main(model_folder: Path, trajectories: Path, out: Path, vocab_size: int, settings: dict, *overrides: str) -> None:
+def main(
+    model_folder: Path,
+    trajectories: Path,
+    out: Path,
+    vocab_size: int,
+    settings: dict,
+    *overrides: str,
+    distributed_optimizer: bool = False,
+) -> None:
     driver = Driver(trajectories) if os.environ["RANK"] == "0" else None
     before, reference = Before(), EMAReferenceCallback(**settings)
     callbacks = [before, reference, After(before, reference, out, vocab_size)]
     trainer, model, data = make_run(model_folder, out, vocab_size, driver, callbacks, overrides, gate=False)
+    if distributed_optimizer:  # its parameters are gathered under the next forward pass
+        fields = ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce")
+        for name in fields:
+            setattr(trainer.strategy.ddp_config, name, True)
+        model.optim.config.use_distributed_optimizer = model.optim.config.overlap_param_gather = True
     trainer.fit(model, datamodule=data)

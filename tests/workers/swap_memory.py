@@ -1,0 +1,45 @@
+"""What the reference takes beside a model: host memory, and the allocator's peak while the two change places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from nemo_flashrl import platform
+from nemo_flashrl.models.shadow_weights import ShadowWeights
+
+
+def allocator_peak(run: Callable[[], None]) -> int:
+    """Bytes: the peak of allocations minus releases during `run`, from the profiler's record of each."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def main(out: Path, layers: int, width: int) -> None:
+    torch.distributed.init_process_group(platform.backend())
+    parallel_state.initialize_model_parallel(1, 1)
+    report = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers))).to(dtype)
+        shadow = ShadowWeights(model)
+
+        def swap(shadow: ShadowWeights = shadow) -> None:
+            with shadow.swapped_in():
+                pass
+
+        report[str(dtype)] = {
+            "host": sum(value.untyped_storage().nbytes() for value in shadow.values.values()),
+            "swap": allocator_peak(swap),
+            "follow": allocator_peak(lambda shadow=shadow: shadow.follow(0.9)),
+        }
+    out.write_text(json.dumps(report))
