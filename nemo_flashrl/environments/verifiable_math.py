@@ -18,7 +18,7 @@ from nemo_flashrl.environments.environment import Message, StepResult
 _SIGNS = ("+", "-", "*")
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: OmegaConf would let nobody set a field of it where it is part of other settings
 class Settings:
     """Which questions; `(seed, i)` fixes made-up question i."""
 
