@@ -46,7 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "train",
         help="train by a configuration file; start it under torchrun for several processes",
         description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x data parallel.",
-        epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2",
+        epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
+        "The same command with the same output goes on from the run's newest checkpoint; exit code 75 asks for that.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")

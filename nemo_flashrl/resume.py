@@ -35,7 +35,18 @@ ARCHITECTURE = (
     "tie_word_embeddings",
 )
 # What may differ without a word when a run goes on: where and how it computes, not what it learns.
-FREE = ("output", "checkpoint", "parallel", "trainer.steps", "trainer.log_trajectories")
+FREE = (
+    "output",
+    "checkpoint",
+    "parallel",
+    "cluster",
+    "rollout.servers",
+    "rollout.server_timeout",
+    "rollout.weights_folder",
+    "trainer.steps",
+    "trainer.log_trajectories",
+    "trainer.wandb_project",
+)
 RECORDS = ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl")
 
 

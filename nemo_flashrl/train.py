@@ -43,7 +43,7 @@ def train(config: RunConfig) -> Path:
     model = build_model(config, parts)
     driver = build_driver(config, parts) if first else None
     data = build_data(config, parts, driver)
-    trainer = build_trainer(config, build_callbacks(config, parts, data, driver))
+    trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder.step + 1)
     resume(trainer, parts.folder)
     try:
         trainer.fit(model, datamodule=data)
@@ -229,7 +229,7 @@ def build_reference(config: RunConfig, parts: Parts) -> list[Any]:
     ]
 
 
-def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
+def build_trainer(config: RunConfig, callbacks: list[Any], first_step: int = 1) -> nl.Trainer:
     """NeMo's trainer with Megatron's strategy."""
     import nemo.lightning as nl
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -250,12 +250,13 @@ def build_trainer(config: RunConfig, callbacks: list[Any]) -> nl.Trainer:
             pipeline_model_parallel_size=config.parallel.pipeline,
             context_parallel_size=config.parallel.context,
             expert_model_parallel_size=config.parallel.expert,
+            expert_tensor_parallel_size=1 if config.parallel.expert > 1 else None,  # spread experts are whole
             sequence_parallel=config.parallel.sequence,
             overlap_gradients=config.parallel.overlap_gradients,
             pipeline_dtype=_dtype(config),
         ),
         plugins=plugins or None,
-        logger=run_loggers(config),
+        logger=run_loggers(config, first_step),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

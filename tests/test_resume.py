@@ -81,8 +81,9 @@ def test_records_are_cut_back_to_the_checkpoint(run: Path) -> None:
     cut_records(run / "nothing there.jsonl", 3)
 
 
-def test_parallel_sizes_and_length_may_change(run: Path) -> None:
+def test_where_it_computes_and_how_long_may_change(run: Path) -> None:
     assert open_(run, "parallel.tensor=2", "trainer.steps=100", "checkpoint.keep=7").step == 4
+    assert open_(run, "cluster.nodes=4", "rollout.servers=[http://another-node:8000]").step == 4
 
 
 REFUSED = {  # overrides, Hugging Face configuration -> what the line says
