@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train by a configuration file; start it under torchrun for several processes",
-        description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x data parallel.",
+        description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
         "The same command with the same output goes on from the run's newest checkpoint; exit code 75 asks for that.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     rehearse.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
     rehearse.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    rehearse.add_argument("--cp", type=_positive, default=1, metavar="N", help="context-parallel size (default 1)")
     rehearse.add_argument("--dp", type=_positive, default=1, metavar="N", help="data-parallel size (default 1)")
     rehearse.add_argument("--algorithm", default="flash_reinforce", metavar="NAME", help="flash_reinforce | grpo")
     rehearse.add_argument("--seed", type=int, default=0, metavar="N", help="of the warm start, the tasks and the run")
@@ -113,6 +114,7 @@ def _rehearse(options: argparse.Namespace) -> int:
             output=options.output or default_output(),
             tensor=options.tp,
             pipeline=options.pp,
+            context=options.cp,
             data=options.dp,
             algorithm=options.algorithm,
             seed=options.seed,

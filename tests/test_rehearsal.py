@@ -43,8 +43,9 @@ def test_same_seed_twice_is_bit_equal(warm_start: Path, tmp_path: Path) -> None:
         (4, ["parallel.tensor=2", "parallel.pipeline=2", "batching.max_tokens_per_microbatch=1024"]),
         (2, ["parallel.tensor=2", "parallel.sequence=true"]),
         (2, ["batching.max_tokens_per_microbatch=1000"]),  # data parallel
+        (2, ["parallel.context=2", "parallel.overlap_gradients=true"]),
     ],
-    ids=["tp2 pp2", "tp2 sequence", "dp2"],
+    ids=["tp2 pp2", "tp2 sequence", "dp2", "cp2"],
 )
 def test_parallel_sizes_do_not_change_the_run(warm_start: Path, tmp_path: Path, processes, overrides) -> None:
     """The first update is the same to rounding; later ones sample other tokens where a draw falls on the edge."""

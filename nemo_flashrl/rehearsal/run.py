@@ -32,6 +32,7 @@ class Rehearsal:
     output: Path
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     data: int = 1
     algorithm: str = "flash_reinforce"
     seed: int = 0
@@ -39,7 +40,7 @@ class Rehearsal:
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
 def rehearse(rehearsal: Rehearsal) -> Summary:
@@ -90,6 +91,7 @@ def _overrides(rehearsal: Rehearsal) -> list[str]:
         f"model.path='{rehearsal.output / 'warm_start'}'",
         f"parallel.tensor={rehearsal.tensor}",
         f"parallel.pipeline={rehearsal.pipeline}",
+        f"parallel.context={rehearsal.context}",
         f"trainer.seed={rehearsal.seed}",
         *rehearsal.overrides,
     ]
