@@ -230,12 +230,9 @@ def _check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int
         raise ValueError(f"parallel.expert={expert}: does not divide the model's experts ({experts} a layer)")
     if experts and config.parallel.tensor > 1 and not config.parallel.sequence:
         raise ValueError("parallel.sequence=False: Megatron trains experts with parallel.tensor above 1 only with it")
-    ranks = config.parallel.tensor * config.parallel.pipeline * expert
-    if world_size % ranks:
-        raise ValueError(
-            f"parallel.expert={expert}: with parallel.tensor and parallel.pipeline it does not divide the "
-            f"{world_size} processes of this job: start a multiple of {ranks}"
-        )
+    stage = world_size // config.parallel.pipeline
+    if stage % expert:
+        raise ValueError(f"parallel.expert={expert}: does not divide the {stage} processes of a pipeline stage")
 
 
 def _load_tokenizer(config: RunConfig, vocab_size: int) -> Any:

@@ -204,7 +204,12 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
         log_trajectories=config.trainer.log_trajectories,
         constants={"temperature": config.rollout.temperature},
     )
-    checkpoint = RunCheckpoint(parts.folder, every_steps=config.checkpoint.every_steps, keep=config.checkpoint.keep)
+    checkpoint = RunCheckpoint(
+        parts.folder,
+        every_steps=config.checkpoint.every_steps,
+        keep=config.checkpoint.keep,
+        stop_collecting=driver.stop_collecting if driver else None,
+    )
     return [*build_reference(config, parts), refit, metrics, checkpoint]
 
 

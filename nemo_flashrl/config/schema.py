@@ -57,7 +57,7 @@ class ParallelConfig:
     pipeline: int = within(1, 1)
     context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
-    expert: int = within(1, 1)  # experts of a layer are spread over this many data-parallel ranks
+    expert: int = within(1, 1)  # ranks of a stage over which the experts of a layer are spread, each whole on one
     overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
 
 
