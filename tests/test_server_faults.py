@@ -242,10 +242,10 @@ def test_refused_sync_leaves_the_old_weights(pair: list[StandIn]) -> None:
             await over.load_weights([("v", torch.zeros(3))], 2)  # the model has no such tensor
         assert over.version == 1 and over.faults["sync_status"] == 6  # two servers, three tries
         check(await over.generate([1], sampling), sampling, np.zeros(V, np.float32), version=1)
-        assert len(list(over._folder.iterdir())) == 1
+        assert len(list(over._home.folder.glob("sync-*"))) == 1
 
     run(over, story())
-    assert not over._folder.exists()
+    assert not over._home.folder.exists()
 
 
 def test_sync_is_tried_again_and_probed(pair: list[StandIn]) -> None:
@@ -309,7 +309,7 @@ def test_stream_that_breaks_off(pair: list[StandIn]) -> None:
         with pytest.raises(OSError, match="rank 3"):
             await over.load_weights(stream(), 1)
         check(await over.generate([1], Sampling()), Sampling())
-        assert not list(over._folder.iterdir())
+        assert not list(over._home.folder.glob("sync-*"))
 
     run(over, story())
 

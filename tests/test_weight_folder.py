@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from safetensors import safe_open
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
-from nemo_flashrl.rollout.weight_folder import HEADER_BYTES, INDEX, write_folder
+from nemo_flashrl.rollout.weight_folder import HEADER_BYTES, INDEX, WeightsHome, write_folder
 
 
 def write(stream, folder: Path) -> int:
@@ -78,6 +80,24 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
 
     write(stream(), tmp_path / "w")
     assert most <= 2
+
+
+def test_homes_of_killed_trainers_are_removed(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from nemo_flashrl.rollout.weight_folder import WeightsHome\n"
+        f"home = WeightsHome(Path({str(tmp_path)!r})); print(home.folder, flush=True); time.sleep(600)"
+    )
+    trainers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    killed, alive = (Path(trainer.stdout.readline().strip()) for trainer in trainers)
+    trainers[0].kill()
+    trainers[0].wait()
+    (killed / "sync-1").mkdir()
+    home = WeightsHome(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([alive, home.folder])
+    trainers[1].kill()
+    trainers[1].wait()
+    home.remove()
+    assert not home.folder.exists()
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.data.context_parallel import context_share
 from nemo_flashrl.data.length_batcher import LengthBatcher
 from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
+from nemo_flashrl.data.scatter import scatter, stage_share
 from nemo_flashrl.records import Batch
+from nemo_flashrl.rollout.collector import CollectionStopped
 
 Microbatch = dict[str, Tensor]
 Collect = Callable[[int], Batch]
@@ -38,9 +40,34 @@ class RankStep:
 
     microbatches: list[Microbatch]
     metrics: dict[str, float] = field(default_factory=dict)  # collector's and planner's; filled on every rank
-    advantages: list[float] = field(default_factory=list)  # [B], NaN for a trajectory that was left out
+    advantages: list[float] = field(default_factory=list)  # [B], NaN where left out; on the collecting rank alone
     batch: Batch | None = None  # on the collecting rank alone
     error: BaseException | None = None  # why there is no step; raised on every rank
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What of a step a rank reads; tensor-parallel ranks have the same."""
+
+    data: int  # data-parallel rank
+    context: int  # context-parallel rank
+    context_size: int
+    first: bool  # it holds the first pipeline stage
+    last: bool
+
+    @classmethod
+    def own(cls) -> Seat:
+        return cls(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.is_pipeline_first_stage(),
+            parallel_state.is_pipeline_last_stage(),
+        )
+
+    def share(self, step: RankStep) -> RankStep:
+        held = [context_share(microbatch, self.context, self.context_size) for microbatch in step.microbatches]
+        return RankStep([stage_share(m, first=self.first, last=self.last) for m in held], step.metrics)
 
 
 class RolloutDataModule(pl.LightningDataModule):
@@ -71,6 +98,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.seed = seed
         self.data_sampler = StepSampler()
         self.last_step: RankStep | None = None  # what the metrics callback reads
+        self._seats: list[Seat] = []  # of all global ranks
         self._saved = dict(saved or {})
         if hasattr(algorithm, "state_dict"):
             self._saved["algorithm"] = algorithm
@@ -90,27 +118,24 @@ class RolloutDataModule(pl.LightningDataModule):
 
     def next_step(self, version: int) -> RankStep:
         """Collect on rank 0, plan, and hand each rank its share. A collective over all ranks."""
-        world = torch.distributed.get_world_size()
-        owner = [0] * world  # the data-parallel rank of each global rank
-        torch.distributed.all_gather_object(
-            owner, parallel_state.get_data_parallel_rank(), group=platform.object_group()
-        )
-        shares: list[RankStep | None] = [None] * world
-        batch = None
-        if torch.distributed.get_rank() == 0:
+        group = platform.object_group()
+        if not self._seats:
+            self._seats = [Seat.own()] * group.size()
+            torch.distributed.all_gather_object(self._seats, Seat.own(), group=group)
+        shares: list[RankStep] = []
+        batch, advantages = None, []
+        if group.rank() == 0:
             try:
                 batch, steps = self._collect_and_plan(version)
-                shares = [steps[rank] for rank in owner]
+                advantages = steps[0].advantages
+                at_seat = {seat: seat.share(steps[seat.data]) for seat in set(self._seats)}
+                shares = [at_seat[seat] for seat in self._seats]
             except BaseException as error:
-                shares = [RankStep([], error=error)] * world
-        received: list[RankStep | None] = [None]
-        torch.distributed.scatter_object_list(received, shares, src=0, group=platform.object_group())
-        step = received[0]
+                shares = [RankStep([], error=error)] * group.size()
+        step = scatter(shares, group)
         if step.error is not None:
             raise step.error
-        rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        step.microbatches = [context_share(microbatch, rank, size) for microbatch in step.microbatches]
-        step.batch = batch
+        step.batch, step.advantages = batch, advantages
         self.last_step = step
         return step
 
@@ -191,7 +216,12 @@ class _Steps(IterableDataset):
 
     def __iter__(self) -> Iterator[RankStep]:
         while True:
-            yield self.data.next_step(self.data.trainer.global_step)
+            try:
+                step = self.data.next_step(self.data.trainer.global_step)
+            except CollectionStopped:  # on every rank
+                self.data.trainer.should_stop = True
+                return
+            yield step
 
 
 class StepSampler(DataSampler):

@@ -32,6 +32,10 @@ from nemo_flashrl.rollout.waiting import PlaceClock
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 
 
+class CollectionStopped(Exception):
+    """`collect` was told from outside to give up: the trainer ends between two steps."""
+
+
 class Collector:
     """Makes batches of B = `batch_size` trajectories, `group_size` (G) of each prompt.
 
@@ -80,7 +84,7 @@ class Collector:
         self._totals: Counter[str] = Counter()  # of the whole run, what was resumed included
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._collecting = self._closed = False
+        self._collecting = self._closed = self._stopped = False
         self._clock: PlaceClock | None = None  # begins with the first `collect`
         self._sampled = 0  # action tokens of episodes that ended since the last batch
 
@@ -92,6 +96,7 @@ class Collector:
 
         Raises:
             RuntimeError: every group of several batches' worth was dropped, or the collector is closed.
+            CollectionStopped: `stop` was called.
             Whatever an episode raised: an engine's error, a prompt that is too long.
         """
         if self._closed:
@@ -156,6 +161,11 @@ class Collector:
         self._clock = self._clock or PlaceClock(self._max_in_flight, now)
         self._clock.update(now, running=len(self._running), asked=self._collecting)
 
+    def stop(self) -> None:
+        """Let `collect` give up at once, now and later; what is in flight stays so until `close`."""
+        self._stopped = True
+        self._changed.set()
+
     async def close(self) -> None:
         """Cancel what is in flight; each episode closes its environment."""
         self._closed = True
@@ -168,6 +178,8 @@ class Collector:
         """Move ready groups into the batch, drop those that may not enter it; returns whether the batch lacks some."""
         if self._failure is not None:
             raise self._failure
+        if self._stopped:
+            raise CollectionStopped
         while self._ready and len(self._chosen) * self._group_size < self._batch_size:
             group = self._ready.popleft()
             ends.update(trajectory.end_reason for trajectory in group)

@@ -80,6 +80,11 @@ class RolloutDriver:
         self._in_training = batch
         return batch
 
+    def stop_collecting(self) -> None:
+        """Let `collect` raise CollectionStopped, at once and from now on; may be called in a signal handler."""
+        if not self._closed:
+            self._loop.call_soon_threadsafe(self.collector.stop)
+
     def trained(self) -> None:
         """The optimizer step on the batch that `collect` returned last is done: its prompts are finished for good."""
         assert self._in_training is not None, "no batch is in training"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rollout.engine import NamedTensors
 from nemo_flashrl.rollout.probe import Probe
 from nemo_flashrl.rollout.server_pool import Fault, Server, ServerPool
-from nemo_flashrl.rollout.weight_folder import write_folder
+from nemo_flashrl.rollout.weight_folder import WeightsHome, write_folder
 
 GENERATE_ATTEMPTS = 4
 SYNC_ATTEMPTS = 3
@@ -96,8 +97,8 @@ class RemoteEngine:
             raise ValueError("servers=[]: name the URL of one rollout server at least")
         self.version = version
         self._dialect, self._vocab_size, self._initial_version = dialect, vocab_size, version
-        parent = weights_folder or (SHARED_MEMORY if SHARED_MEMORY.is_dir() else None)
-        self._folder = Path(tempfile.mkdtemp(prefix="flashrl-weights-", dir=parent))
+        shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._home = WeightsHome(Path(weights_folder or shared))
         self._weights: Weights | None = None
         self._syncs = 0
         self._opening: asyncio.Task | None = None
@@ -150,7 +151,7 @@ class RemoteEngine:
         """
         await self._open()
         self._syncs += 1
-        weights = Weights(self._folder / f"sync-{self._syncs}", version, getattr(stream, "probe", None))
+        weights = Weights(self._home.folder / f"sync-{self._syncs}", version, getattr(stream, "probe", None))
         try:
             await write_folder(stream, weights.folder)
         except BaseException:
@@ -173,7 +174,7 @@ class RemoteEngine:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._pool.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._home.remove()
 
     async def _open(self) -> None:
         if self._opening is None:
@@ -194,6 +195,7 @@ class RemoteEngine:
                 return await self._sync(server, weights)
             except Fault as fault:
                 self._pool.faults[f"sync_{fault.reason}"] += 1
+                print(f"rollouts: weights of version {weights.version}: {fault}", file=sys.stderr, flush=True)
                 if not await self._pool.examine(server) or attempt + 1 == SYNC_ATTEMPTS:
                     self._pool.drop(server)
                     raise

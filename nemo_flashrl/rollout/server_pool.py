@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -162,6 +163,8 @@ class ServerPool:
         if server.up:
             server.up = False
             self.faults["servers_fallen"] += 1
+            if not self._closed:
+                print(f"rollouts: {server.url} has fallen and is left out", file=sys.stderr, flush=True)
             server.fallen.set_result(None)
 
     async def bring_up(self, server: Server) -> None:

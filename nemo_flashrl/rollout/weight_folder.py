@@ -7,7 +7,11 @@ last tensor has come, so each file keeps room for one, filled up with blanks as 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,12 +20,49 @@ import torch
 from nemo_flashrl.rollout.engine import NamedTensors
 
 INDEX = "model.safetensors.index.json"
+_HOME, _LOCK = "flashrl-weights-", "lock"
 HEADER_BYTES = 2**16  # room for the names of some 500 tensors
 _NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
+
+
+class WeightsHome:
+    """A new folder under `parent` for one trainer's weights; those of trainers that were killed are removed first.
+
+    Whoever owns one holds a lock on a file in it for as long as its process lives, in whatever container it does.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        for other in parent.glob(f"{_HOME}*"):
+            _remove_if_abandoned(other)
+        staging = Path(tempfile.mkdtemp(prefix=f".{_HOME}", dir=parent))
+        self._lock = os.open(staging / _LOCK, os.O_CREAT | os.O_RDWR)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.folder = staging.rename(parent / staging.name[1:])  # nobody sees it before it is locked
+
+    def remove(self) -> None:
+        """The folder, and all in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove_if_abandoned(home: Path) -> None:
+    try:
+        lock = os.open(home / _LOCK, os.O_RDWR)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(home, ignore_errors=True)
+    except OSError:  # somebody lives there
+        pass
+    finally:
+        os.close(lock)
 
 
 async def write_folder(stream: NamedTensors, folder: Path) -> int:
