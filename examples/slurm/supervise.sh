@@ -11,9 +11,9 @@ container() { # container IMAGE
 
 # Wait until one of the two steps ends, end the other, and return what the job shall end with.
 # Slurm's warning before the time limit (`--signal=B:USR1@...`) is passed on to the trainer, which saves and ends with 75.
-supervise() { # supervise SERVERS_PID TRAINER_PID STOP_TRAINER: STOP_TRAINER is a command that sends it SIGTERM
-    local servers=$1 trainer=$2 stop=$3 code
-    trap '$stop' USR1 TERM
+supervise() { # supervise SERVERS_PID TRAINER_PID
+    local servers=$1 trainer=$2 code
+    trap stop_trainer USR1 TERM
     while kill -0 "$servers" 2>/dev/null && kill -0 "$trainer" 2>/dev/null; do
         wait -n # also ended by the trap
     done
@@ -21,7 +21,7 @@ supervise() { # supervise SERVERS_PID TRAINER_PID STOP_TRAINER: STOP_TRAINER is 
         wait "$servers"
         code=$?
         echo "the rollout servers ended with $code; ending the trainer" >&2
-        $stop
+        stop_trainer
         wait_for "$trainer"
         return $((code == 0 ? 1 : code))
     fi
@@ -31,6 +31,14 @@ supervise() { # supervise SERVERS_PID TRAINER_PID STOP_TRAINER: STOP_TRAINER is 
     kill -TERM "$servers" 2>/dev/null
     wait_for "$servers"
     return "$code"
+}
+
+# SIGTERM to the trainer's tasks. Not to its srun, which would kill them.
+stop_trainer() {
+    local step
+    for step in $(squeue --noheader --steps --job "${SLURM_JOB_ID_HET_GROUP_1:-$SLURM_JOB_ID}" --format "%i %j" | awk '$2 == "trainer" { print $1 }'); do
+        scancel --signal=TERM "$step"
+    done
 }
 
 # A signal ends `wait` before the process has ended: wait again.

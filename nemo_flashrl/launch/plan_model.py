@@ -70,29 +70,33 @@ class ModelShape:
         return self.layers * (attention + mlp + self.experts * self.hidden)
 
 
+FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+
+
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Read a `config.json` of Llama, Qwen2, Qwen3 or Mixtral.
+    """Read a `config.json` of one of `FAMILIES`.
 
     Raises:
         ValueError: a family that is not known, or a size that is missing.
     """
     family = config.get("model_type")
-    if family not in ("llama", "qwen2", "qwen3", "mixtral"):
-        raise ValueError(f"model_type {family!r} cannot be planned; known: llama, mixtral, qwen2, qwen3")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type {family!r} cannot be planned; known: {', '.join(FAMILIES)}")
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return ModelShape(
             layers=config["num_hidden_layers"],
             hidden=hidden,
-            ffn=config["intermediate_size"],
+            ffn=config["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
             heads=heads,
             groups=config.get("num_key_value_heads") or heads,
             head_size=config.get("head_dim") or hidden // heads,
             vocab=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
-            experts=config.get("num_local_experts", 0) if family == "mixtral" else 0,
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            experts=config[EXPERTS[family]] if family in EXPERTS else 0,
             experts_per_token=config.get("num_experts_per_tok", 1),
         )
     except KeyError as error:

@@ -64,7 +64,8 @@ def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, A
         return json.loads(file.read_text()), {}
     from nemo_flashrl import config as configuration
 
-    run = configuration.load(model, overrides)
+    # Neither an output nor a checkpoint is needed to reckon with.
+    run = configuration.load(model, ["output=''", "model.path=''", *overrides])
     source = Path(run.model.path) / "config.json"
     if not run.model.hf_config and not source.is_file():
         raise ValueError(f"model.path={run.model.path!r} holds no config.json; model.hf_config may stand for it")

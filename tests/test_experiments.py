@@ -1,0 +1,51 @@
+"""Every shipped configuration loads, and those of a cluster fit its GPUs by the plan's reckoning."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_flashrl.cli import main
+from nemo_flashrl.config import conf_folder, load
+
+NAMES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
+ON_GPUS = [name for name in NAMES if load(name, ["output=x", "model.path=x"]).cluster.gpus_per_node]
+MODELS = sorted(path.stem for path in (conf_folder() / "model").glob("*.yaml"))
+
+
+def test_the_settings_of_the_paper() -> None:
+    """FlashREINFORCE (NVIDIA, September 2026): trajectories a step, turns, delta, share of a failed one's tokens."""
+    assert {
+        "math_r1_distill_1_5b",
+        "math_qwen2_5_1_5b",
+        "python_tool_qwen2_5_7b",
+        "python_tool_qwen3_20_turns",
+        "alfworld_50_turns",
+    } <= set(ON_GPUS)
+    alfworld = load("alfworld_50_turns", ["output=x", "model.path=x"])
+    assert (alfworld.rollout.batch_size, alfworld.rollout.max_turns) == (64, 50)
+    assert alfworld.algorithm.settings == {"delta": 1e-3, "negative_token_fraction": 0.9}
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_a_job_fits(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", name]) == 0, capsys.readouterr().out
+
+
+def test_a_job_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """8B at 32k without recomputation on one GPU: weights, gradients and Adam alone are 8.03e9 x 18 bytes = 135 GiB."""
+    refused = main(["plan", "llama3_8b_32k", "model.recompute=none", "parallel.tensor=1", "cluster.gpus_per_node=1"])
+    assert refused == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_compose_and_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "rehearsal", f"+model={name}"])
+    assert "parameters on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_folder() / "cluster").glob("*.yaml")))
+def test_clusters_compose(name: str) -> None:
+    cluster = load("rehearsal", ["output=x", "model.path=x", f"+cluster={name}"]).cluster
+    assert (cluster.gpus_per_node > 0) == (name != "cpu")
+    assert cluster.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == (None if name == "cpu" else "1")
