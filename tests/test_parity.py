@@ -80,6 +80,18 @@ def test_loss_and_gradients(case, one_at_a_time, tmp_path, layout: str) -> None:
     assert worst_error(step["gradients"], one_at_a_time(cuts)) < (bound,)
 
 
+def test_mixtral_at_tp2(tmp_path_factory, tmp_path) -> None:
+    """Each expert is cut over the ranks, tokens are exchanged all to all; two experts' gradients swapped would show."""
+    mixtral = make_case(tmp_path_factory.mktemp("mixtral"), "mixtral")
+    overrides = ("parallel.tensor=2", "parallel.sequence=true", "batching.max_tokens_per_microbatch=200")
+    step = step_of(mixtral, tmp_path, 2, *overrides)
+    assert step["stats"]["loss"] == pytest.approx(mixtral.loss, rel=1e-5)
+    assert worst_error(step["gradients"], mixtral.gradients) < (1e-5,)
+    experts = {name: g for name, g in step["gradients"].items() if "experts.0." in name}
+    swapped = {name.replace("experts.0.", "experts.1."): gradient for name, gradient in experts.items()}
+    assert worst_error(step["gradients"] | swapped, mixtral.gradients) > (0.1,)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputation_replays_dropout(case, tmp_path, recompute: str) -> None:
     """TP=2, dropout on in attention (differs from rank to rank) and between layers (equal): the same gradients."""
