@@ -183,4 +183,6 @@ def _end_of_action(text: str, before: str, action: str) -> int | None:
         if not text.startswith(letter, position):
             return None
         position += 1
+    for letter in action[len(action.rstrip()) :]:  # the blanks at its end, as far as the template kept them
+        position += text.startswith(letter, position)
     return position
