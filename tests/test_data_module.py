@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tiny import random_trajectories
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce
 from nemo_flashrl.data.datamodule import plan_steps
 from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
+from nemo_flashrl.data.packing import pad_rows
+from nemo_flashrl.data.scatter import stage_share
 from nemo_flashrl.records import Batch
 
 
@@ -59,3 +62,33 @@ def test_an_error_of_the_collector_reaches_every_rank(tmp_path) -> None:
     run_ranks(2, "collector_error", tmp_path, timeout=60)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert seen == [["ConnectionError", "no server answers"]] * 2
+
+
+def test_a_stage_gets_what_it_reads() -> None:
+    """37 bytes a token in all; the first stage reads 16 of them, the last 29, a stage between them none."""
+    microbatch = pad_rows(random_trajectories(60, 90))
+    count = microbatch["tokens"].numel()
+    assert count > 1000
+    sizes = {}
+    for first, last in [(True, True), (True, False), (False, False), (False, True)]:
+        share = pickle.loads(payload := pickle.dumps(stage_share(microbatch, first=first, last=last)))
+        sizes[first, last] = len(payload)
+        assert {n: (v.shape, v.dtype) for n, v in share.items()} == {
+            n: (v.shape, v.dtype) for n, v in microbatch.items()
+        }
+        read = {"tokens": first, "position_ids": first or last, "targets": last, "behavior_logprobs": last}
+        assert all(torch.equal(share[name], microbatch[name]) == is_read for name, is_read in read.items())
+    rest = sizes[False, False]
+    assert rest < 6000
+    for stage, per_token in {(True, True): 37, (True, False): 16, (False, True): 29}.items():
+        assert sizes[stage] - rest == pytest.approx(per_token * count, rel=0.02)
+
+
+def test_every_rank_gets_its_own_bytes_alone(tmp_path) -> None:
+    """One share of 100 kB: the rank with a small one receives less than 1 kB, where equal messages would be 200 kB."""
+    run_ranks(3, "scatter", tmp_path, timeout=100)
+    (own, none), (large, much), (small, little) = (json.loads((tmp_path / f"{r}.json").read_text()) for r in range(3))
+    assert (own, large, small) == (3, 100_000, 6)
+    assert none == []
+    assert 100_000 <= sum(much) < 101_000
+    assert sum(little) < 1000

@@ -1,0 +1,84 @@
+"""`flashrl train` with rollouts in trouble: it ends within seconds, with the right code, and lets go of them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from processes import run_ranks
+
+from nemo_flashrl.diagnostics.json_lines import read_json_lines, read_metrics
+from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.resume import EXIT_PREEMPTED, complete_checkpoints
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_warm_start(tmp_path_factory.mktemp("ends") / "model")
+
+
+def train(folder: Path, model: Path, *overrides: str, strike: int | None = None, rank: int = 0, **options) -> str:
+    """Batches of eight; the signal `strike` comes a moment after the trouble has begun."""
+    return run_ranks(
+        options.pop("processes", 1),
+        "training",
+        "rehearsal",
+        f"output={folder / 'run'}",
+        f"model.path={model}",
+        "trainer.steps=6",
+        "rollout.batch_size=8",
+        "rollout.step_timeout=100000",
+        "environment.name=workers.troubled.Troubled",
+        f"environment.settings.folder={folder}",
+        "checkpoint.every_steps=0",
+        *overrides,
+        strike=strike and (rank, strike, folder, "trouble", 0.2),
+        timeout=120,
+        **options,
+    )
+
+
+def closed(folder: Path) -> set[int]:
+    return {int(path.name.partition("-")[2]) for path in folder.glob("closed-*")}
+
+
+@pytest.mark.parametrize("mode", ["async", "in_flight"])
+def test_a_sound_run_beside_its_rollouts(model: Path, tmp_path: Path, mode: str) -> None:
+    """Every prompt once, over steps that train on what older weights sampled too."""
+    train(tmp_path, model, f"rollout.mode={mode}", "rollout.max_in_flight=12", "environment.settings.sound=100000")
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(sum(step[f"staleness_{age}"] for age in ("0", "1", "2_3", "4_7", "8_up")) == 1 for step in steps)
+    assert max(step["staleness_max"] for step in steps) >= 1
+    used = [row["prompt_index"] for row in read_json_lines(tmp_path / "run" / "trajectories.jsonl")]
+    assert len(used) == len(set(used)) == 48
+
+
+def test_sigterm_while_the_trainer_waits_for_a_batch(model: Path, tmp_path: Path) -> None:
+    """To the collecting rank of two, in the second batch: both end before the second step, and the first is saved."""
+    said = train(tmp_path, model, strike=signal.SIGTERM, processes=2, exit_codes=(EXIT_PREEMPTED,))
+    assert "stopped by SIGTERM after step 1 of 6" in said
+    assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
+    assert set(range(17, 25)) <= closed(tmp_path)
+
+
+def test_ctrl_c_while_the_trainer_waits_for_a_batch(model: Path, tmp_path: Path) -> None:
+    said = train(tmp_path, model, strike=signal.SIGINT, exit_codes=(130,))
+    assert said.count("flashrl train: interrupted") == 1
+    assert "Traceback" not in said
+    assert set(range(17, 25)) <= closed(tmp_path)
+
+
+def test_a_trainer_that_is_killed(model: Path, tmp_path: Path) -> None:
+    """The other rank meets its absence when it hands out the batch, and closes what streams on."""
+    slow = ("environment.settings.seconds=0.5", "rollout.mode=in_flight", "environment.settings.sound=20")
+    train(tmp_path, model, *slow, strike=signal.SIGKILL, rank=1, processes=2, exit_codes=(KILLED, 1))
+    assert len(closed(tmp_path)) == max(closed(tmp_path))
+
+
+def test_a_collector_that_dies_while_the_trainer_trains(model: Path, tmp_path: Path) -> None:
+    said = train(tmp_path, model, "environment.settings.long_prompt=true", "rollout.mode=in_flight", exit_codes=(2,))
+    assert said.count("flashrl train: a prompt of 500 tokens leaves no room") == 1
