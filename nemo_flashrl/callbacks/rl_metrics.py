@@ -19,6 +19,7 @@ from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_li
 from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, trajectory_metrics
 from nemo_flashrl.diagnostics.progress import Progress
 from nemo_flashrl.diagnostics.trajectory_log import readable, trajectory_row
+from nemo_flashrl.models.in_force import in_force
 
 
 class RLMetricsCallback(pl.Callback):
@@ -54,10 +55,11 @@ class RLMetricsCallback(pl.Callback):
         self._progress: Progress | None = None
         self._action_share = ActionShareWarning()
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The writing rank alone has a terminal."""
         if trainer.is_global_zero:
             self._progress = Progress(trainer.max_steps)
+            self.constants.update(in_force(pl_module))
 
     def on_megatron_microbatches_start(self, **_: Any) -> None:
         """The batch is there."""

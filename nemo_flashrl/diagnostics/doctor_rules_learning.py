@@ -43,16 +43,16 @@ def _exploding(run: RunRecord) -> str:
 
 def _kl_runs_away(run: RunRecord) -> str:
     first, last = thirds(run.column("kl"))
-    if not (long_enough(run) and last > 0.1 and last > 5 * max(first, 1e-6)):
+    if not (long_enough(run) and last > 0.1 and last > 3 * max(first, 1e-6)):
         return ""
     return f"kl rose from {first:.3g} (first third) to {last:.3g} nats per token (last third of the steps)"
 
 
 def _reference_too_far(run: RunRecord) -> str:
-    kl = recent(run.column("kl"))
-    if setting(run, "reference.mode") not in ("ema", "hard") or not kl > 0.3:
+    kl = recent(run.column("kl"), 5)
+    if setting(run, "reference.mode") not in ("ema", "hard") or not kl > 0.1:
         return ""
-    return f"kl to a reference that follows is {kl:.3g} nats per token at {last_steps(run)}; below 0.1 is usual"
+    return f"kl to a reference that follows is {kl:.3g} nats per token at {last_steps(run, 5)}; below 0.05 is usual"
 
 
 def _advantage_jump(run: RunRecord) -> str:
@@ -68,8 +68,8 @@ def _advantage_jump(run: RunRecord) -> str:
 
 def _reward_hacking(run: RunRecord) -> str:
     """A reward that rises with success may take longer answers; one that rises without it pays for something else."""
-    reward, spread = run.column("reward_mean"), np.nanmean(run.column("reward_std"))
-    if not long_enough(run) or not recent(reward) - early(reward, 5) > 0.2 * spread:
+    reward = run.column("reward_mean")
+    if not long_enough(run) or not recent(reward) - early(reward, 5) > 0.2 * early(run.column("reward_std")):
         return ""
     seen = []
     length, turns = run.column("response_tokens"), run.column("turns")

@@ -7,7 +7,8 @@ import numpy as np
 from nemo_flashrl.diagnostics.doctor_rule import Rule, last_steps, recent, setting, steps_where
 from nemo_flashrl.diagnostics.run_folder import RunRecord
 
-LOW_ACCEPTANCE = 0.7
+LOW_ACCEPTANCE = 0.7  # of stale trajectories, over which a step still has most of its batch
+FRESH_ACCEPTANCE = 0.95  # of trajectories that the very weights in training have sampled: nearly all should pass
 MISMATCH_NATS = 0.02  # bf16 engines differ from a trainer by 1e-3 to 1e-2 per token on the same weights
 
 
@@ -33,19 +34,22 @@ def _mismatch(run: RunRecord) -> str:
 
 
 def _gate_strict(run: RunRecord) -> str:
-    acceptance, age = recent(run.column("gate_acceptance")), recent(run.column("staleness_mean"))
-    if _mismatch(run) or not (acceptance < LOW_ACCEPTANCE and age < 0.5):
+    acceptance, fresh = run.column("gate_acceptance"), run.column("staleness_max") == 0
+    share = recent(acceptance[fresh], len(fresh))
+    if _mismatch(run) or not share < FRESH_ACCEPTANCE:
         return ""
-    divergence = recent(run.column("sequence_kl"))
     return (
-        f"gate_acceptance is {acceptance:.2f} at {last_steps(run)} on fresh batches; sequence_kl is {divergence:.2g}, "
-        f"delta is {setting(run, 'algorithm.settings.delta', 3e-3)}"
+        f"gate_acceptance is {share:.2f} over the steps with staleness_max 0; sequence_kl is "
+        f"{recent(run.column('sequence_kl')):.2g}, delta is {setting(run, 'algorithm.settings.delta', 3e-3)}"
     )
 
 
 def _clip(run: RunRecord) -> str:
+    """The surrogate clips a ratio on the advantage's side alone, so that with no room at all about half is clipped."""
     fraction = recent(run.column("clip_fraction"))
-    return f"clip_fraction is {fraction:.2f} at {last_steps(run)}" if fraction > 0.5 else ""
+    if not fraction > 0.3:
+        return ""
+    return f"clip_fraction is {fraction:.2f} at {last_steps(run)}; 0.5 is what no clip range at all would give"
 
 
 def _extreme(run: RunRecord) -> str:
@@ -111,7 +115,7 @@ SAMPLING_RULES = (
     ),
     Rule(
         "clipped",
-        "Most tokens are clipped",
+        "Many tokens are clipped",
         _clip,
         ("batches used too often or too late", "clip range too narrow", "learning rate too high"),
         "clip_low and clip_high to 0.05 to 0.2 or wider; rollout.lag lower; optimizer.learning_rate lower",
