@@ -86,9 +86,9 @@ class RunFolder:
         self.preempted.unlink(missing_ok=True)
         for name in RECORDS:
             cut_records(self.path / name, self.step)
-        export = self.path / "checkpoint"
-        if export.exists():  # of a run that ended and now goes on
-            export.rename(self.path / f"checkpoint-{self.step}")
+        for name in ("checkpoint", "reference"):
+            if (self.path / name).exists():  # of a run that ended and now goes on
+                (self.path / name).rename(self.path / f"{name}-{self.step}")
 
 
 def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:

@@ -218,19 +218,14 @@ def build_reference(config: RunConfig, parts: Parts) -> list[Any]:
     from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
     from nemo_flashrl.callbacks import EMAReferenceCallback, KLPenaltyCallback
 
-    reference, kl = config.reference, config.kl
-    if reference.mode == "none":
+    if config.reference.mode == "none":
         return []
-    coefficient = KlCoefficient(
-        kl.coefficient,
-        schedule=kl.schedule,
-        steps=config.trainer.steps,
-        target=kl.target,
-        entropy_floor=kl.entropy_floor,
-    )
+    schedule = asdict(config.kl)
+    place, estimator = schedule.pop("place"), schedule.pop("estimator")
+    coefficient = KlCoefficient(**schedule, steps=config.trainer.steps)
     return [
-        EMAReferenceCallback(reference.mode, every=reference.every, beta=reference.beta, evaluate=reference.evaluate),
-        KLPenaltyCallback(coefficient, place=kl.place, estimator=kl.estimator, algorithm=parts.algorithm),
+        EMAReferenceCallback(**asdict(config.reference)),
+        KLPenaltyCallback(coefficient, place=place, estimator=estimator, algorithm=parts.algorithm),
     ]
 
 
