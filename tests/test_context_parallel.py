@@ -7,7 +7,7 @@ import torch
 from processes import run_ranks
 from tiny import random_trajectories
 
-from nemo_flashrl.data.context_parallel import PER_TOKEN, context_share, held_positions, length_multiple
+from nemo_flashrl.data.context_parallel import context_share, held_positions, length_multiple
 from nemo_flashrl.data.packing import pack_rows, pad_rows
 
 
@@ -45,7 +45,7 @@ def test_segments_of_a_packed_row_are_cut_one_by_one() -> None:
     share = context_share(row, 1, 2)
     assert row["cu_seqlens"].tolist() == share["cu_seqlens"].tolist() == [0, 8, 24]
     expected = [2, 3, 4, 5, *range(8 + 4, 8 + 12)]
-    for name in PER_TOKEN:
+    for name in ("tokens", "position_ids", "targets", "target_mask", "behavior_logprobs", "row_index"):
         assert torch.equal(share[name][0], row[name][0, expected]), name
 
 

@@ -15,8 +15,6 @@ import math
 import torch
 from torch import Tensor
 
-PER_TOKEN = ("tokens", "position_ids", "targets", "target_mask", "behavior_logprobs", "row_index")
-
 
 def length_multiple(tensor: int, sequence: bool, context: int) -> int:
     """What every sequence's length has to be a multiple of, at these parallel sizes.
@@ -39,14 +37,16 @@ def held_positions(length: int, rank: int, size: int) -> Tensor:
 def context_share(microbatch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     """This rank's part of a microbatch: its positions of every row, or of every segment of a packed row.
 
-    `cu_seqlens` and `max_seqlen` go on describing whole sequences, as Megatron and Transformer Engine want them.
+    Fields of the shape of `tokens` are cut. `cu_seqlens` and `max_seqlen` go on describing whole sequences, as Megatron
+    and Transformer Engine want them.
     """
     if size == 1:
         return microbatch
-    bounds = microbatch["cu_seqlens"] if "cu_seqlens" in microbatch else [0, microbatch["tokens"].shape[1]]
+    shape = microbatch["tokens"].shape
+    bounds = microbatch["cu_seqlens"] if "cu_seqlens" in microbatch else [0, shape[1]]
     pieces = [
         int(begin) + held_positions(int(end) - int(begin), rank, size)
         for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
     ]
     held = torch.cat(pieces)
-    return {**microbatch, **{name: microbatch[name][:, held] for name in PER_TOKEN}}
+    return {name: value[:, held] if value.shape == shape else value for name, value in microbatch.items()}
