@@ -204,12 +204,8 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
         log_trajectories=config.trainer.log_trajectories,
         constants={"temperature": config.rollout.temperature},
     )
-    checkpoint = RunCheckpoint(
-        parts.folder,
-        every_steps=config.checkpoint.every_steps,
-        keep=config.checkpoint.keep,
-        stop_collecting=driver.stop_collecting if driver else None,
-    )
+    saving, stop = config.checkpoint, driver.stop_collecting if driver else None
+    checkpoint = RunCheckpoint(parts.folder, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop)
     return [*build_reference(config, parts), refit, metrics, checkpoint]
 
 
