@@ -17,6 +17,7 @@ from nemo_flashrl.cli import main as flashrl
 from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
 from nemo_flashrl.weights.new_folder import new_folder
 
+OLD_RUN = Path(__file__).parent / "fixtures" / "run"  # written by version 0.1.0
 YARN = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.4}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -203,6 +204,23 @@ def test_no_space(root: Path, answers, tmp_path: Path) -> None:
     assert all(text.startswith("refused: ") and "could not be written" in text for text in found), found
     assert "File too large" in found[1]
     assert [p.name for p in tmp_path.iterdir()] == ["answers.json"]
+
+
+def test_a_run_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """A run of one step with a reference policy, and the exports that it ended with."""
+    calls = [
+        ("run_to_hf", OLD_RUN, tmp_path / "policy"),
+        ("run_to_hf", OLD_RUN, tmp_path / "reference", "reference"),
+        ("run_to_hf", OLD_RUN, tmp_path / "adapter", "adapter"),
+        ("differences", OLD_RUN / "checkpoint", tmp_path / "policy"),
+        ("differences", OLD_RUN / "reference", tmp_path / "reference"),
+        ("differences", OLD_RUN / "checkpoint", tmp_path / "reference"),
+    ]
+    *_, refused, policy, reference, other = call(tmp_path / "answers.json", *calls)
+    assert refused.endswith("was trained without LoRA: it has no adapter")
+    assert policy == reference == []
+    assert other and all("elements differ, by at most" in line for line in other[:5])
+    assert "| optimizer steps | 1 |" in (tmp_path / "policy" / "README.md").read_text()
 
 
 def test_two_writers_of_one_folder(tmp_path: Path) -> None:
