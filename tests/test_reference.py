@@ -90,6 +90,30 @@ def test_reference(case, run: str) -> None:
     assert steps[-1]["reference_distance"] == pytest.approx(float((difference / norm).sqrt()), rel=1e-4)
 
 
+def test_saved_at_tp2_pp2_restored_at_other_sizes(case, tmp_path) -> None:
+    """Tied embeddings and a vocabulary that is padded to 256 rows at TP=2 and to 200 at TP=1."""
+    root, folder = case
+    reports = []
+    for name, processes, sizes in (
+        ("saved", 4, ["parallel.tensor=2", "parallel.pipeline=2"]),
+        ("pp2", 2, ["parallel.pipeline=2", "model.vocab_divisible_by=200"]),
+        ("one", 1, ["model.vocab_divisible_by=200"]),
+    ):
+        settings = {"mode": "ema", "beta": 0.5}
+        arguments = (folder, root / "trajectories.pkl", tmp_path / f"{name}.pt", VOCAB_SIZE, settings)
+        overrides = [*sizes, "trainer.steps=1" if reports else "trainer.steps=3", "optimizer.learning_rate=0.01"]
+        checkpoint = tmp_path / "saved.checkpoint" if reports else None
+        run_ranks(processes, "reference", *arguments, *overrides, checkpoint=checkpoint)
+        reports.append(torch.load(tmp_path / f"{name}.pt"))
+    saved, *others = (report["final"] for report in reports)
+    first = reports[0]["steps"][0]["reference"]
+    assert any(not torch.equal(saved[name], first[name]) for name in saved)
+    for other in others:
+        assert other.keys() == saved.keys()
+        assert all(torch.equal(other[name], saved[name]) for name in saved)
+    assert reports[0]["refused"] == "reference.beta=0.5: the checkpoint's reference has 0.123"
+
+
 def check_tied(ranks: list[dict], tensor: int) -> None:
     """One embedding, on the first stage and on the last."""
     found = [e for r in ranks for e in r["embeddings"]]

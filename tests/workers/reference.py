@@ -82,8 +82,15 @@ class After(pl.Callback):
             "restored": self.restored(model),
         }
         torch.distributed.all_gather_object(everyone, mine)
+        with self.reference.swapped_in():
+            final = self.hf(module)
+        state = self.reference.state_dict()
+        try:
+            self.reference.load_state_dict({**state, "beta": 0.123})
+        except ValueError as error:
+            refused = str(error)
         if torch.distributed.get_rank() == 0:
-            torch.save({"steps": self.steps, "ranks": everyone}, self.out)
+            torch.save({"steps": self.steps, "ranks": everyone, "final": final, "refused": refused}, self.out)
 
     def restored(self, model) -> bool:
         """Through a distributed checkpoint of Megatron's and back."""
@@ -95,9 +102,22 @@ class After(pl.Callback):
         dist_checkpointing.save({"shadow": self.reference.sharded_state_dict(model)}, str(folder))
         for value in self.reference.shadow.values.values():
             value.fill_(7)
+        self.load(model, folder)
+        return all(torch.equal(kept[name], value) for name, value in self.reference.shadow.values.items())
+
+    def load(self, model, folder: Path) -> None:
         loaded = dist_checkpointing.load({"shadow": self.reference.sharded_state_dict(model)}, str(folder))
         self.reference.load_shadow(loaded["shadow"])
-        return all(torch.equal(kept[name], value) for name, value in self.reference.shadow.values.items())
+
+
+class Resharded(After):
+    """Takes the reference from a checkpoint of other parallel sizes at the end."""
+
+    folder: Path
+
+    def restored(self, model) -> bool:
+        self.load(model, self.folder)
+        return True
 
 
 def everything(step) -> list[torch.Tensor]:
@@ -118,10 +138,13 @@ def main(
     settings: dict,
     *overrides: str,
     distributed_optimizer: bool = False,
+    checkpoint: Path | None = None,
 ) -> None:
     driver = Driver(trajectories) if os.environ["RANK"] == "0" else None
     before, reference = Before(), EMAReferenceCallback(**settings)
-    callbacks = [before, reference, After(before, reference, out, vocab_size)]
+    after = (After if checkpoint is None else Resharded)(before, reference, out, vocab_size)
+    after.folder = checkpoint
+    callbacks = [before, reference, after]
     trainer, model, data = make_run(model_folder, out, vocab_size, driver, callbacks, overrides, gate=False)
     if distributed_optimizer:  # its parameters are gathered under the next forward pass
         fields = ("use_distributed_optimizer", "overlap_param_gather", "overlap_grad_reduce")
