@@ -39,6 +39,13 @@ MIXTRAL_8X7B = {
 }
 
 
+QWEN3_30B_A3B = {
+    **{"model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48},
+    **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
+    **{"num_experts": 128, "num_experts_per_tok": 8},
+}
+
+
 @pytest.mark.parametrize(
     ("config", "published"),
     [
@@ -47,8 +54,9 @@ MIXTRAL_8X7B = {
         (QWEN2_7B, 7_615_616_512),
         (QWEN3_8B, 8_190_735_360),
         (MIXTRAL_8X7B, 46_702_792_704),
+        (QWEN3_30B_A3B, 30_532_122_624),
     ],
-    ids=["llama 3 8B", "llama 3 70B", "qwen2.5 7B", "qwen3 8B", "mixtral 8x7B"],
+    ids=["llama 3 8B", "llama 3 70B", "qwen2.5 7B", "qwen3 8B", "mixtral 8x7B", "qwen3 30B-A3B"],
 )
 def test_parameters_as_published(config: dict, published: int) -> None:
     assert model_shape(config).parameters == published
