@@ -39,7 +39,7 @@ model: {{path: {folder}/model, context_length: 1024, precision: fp32}}
 environment: {{name: key_value_store}}
 rollout: {{engine: vllm, batch_size: 64}}
 """
-REQUESTS, TOKENS, ROUNDS = 64, 64, 9
+REQUESTS, TOKENS, ROUNDS = 64, 64, 24
 REFITS = 7
 
 
@@ -106,7 +106,8 @@ async def overhead(folder: Path) -> None:
         await engine.close()
     ratios = [a / b - 1 for a, b in zip(rates["bare client"], rates["VLLMEngine"], strict=True)]
     report = {name: round(statistics.median(values)) for name, values in rates.items()}
-    print(json.dumps(report | {"overhead, median of rounds": f"{statistics.median(ratios):.1%}"}))
+    quartiles = [f"{value:.1%}" for value in statistics.quantiles(ratios, n=4)]
+    print(json.dumps(report | {"overhead by round, quartiles": quartiles}))
 
 
 async def refit(folder: Path) -> None:

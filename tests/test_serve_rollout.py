@@ -129,6 +129,7 @@ def test_flags(settings: str) -> None:
         "--enable-scale-out",
         '--weight-transfer-config {"backend": "flashrl_file"}',
         "--enforce-eager",
+        "--no-enable-chunked-prefill --max-num-batched-tokens 4096",
     ):
         assert flags in line
     assert line.endswith("--seed 3")

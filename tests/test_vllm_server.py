@@ -107,6 +107,20 @@ def test_stop_tokens_and_lengths(vllm_server: RealServer, policies: dict) -> Non
     run(vllm_server, story)
 
 
+def test_many_long_prompts_at_once(vllm_server: RealServer, policies: dict) -> None:
+    """12 x 900 tokens do not fit into one step; a prompt in chunks kills vLLM on a CPU where requests have seeds."""
+
+    async def story(engine: VLLMEngine) -> None:
+        await engine.load_weights(weights(policies[0]), 0)
+        prompts = [[n, *range(1, 450), *range(1, 450)] for n in range(12)]
+        samplings = [Sampling(max_tokens=4, seed=n) for n in range(12)]
+        answers = await asyncio.gather(*(engine.generate(*pair) for pair in zip(prompts, samplings, strict=True)))
+        assert max(distance(p, a, policies) for p, a in zip(prompts, answers, strict=True)) <= EXACT
+        assert not engine.faults
+
+    run(vllm_server, story)
+
+
 def test_new_weights_while_requests_are_in_flight(vllm_server: RealServer, policies: dict) -> None:
     """Each token is of the version it is said to be of, computed on keys and values of that version alone."""
 

@@ -32,7 +32,9 @@ _PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gon
 # No telemetry, no hub: weights come from the trainer. The routes for new weights are in vLLM's development mode.
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB of KV cache
-_CPU_FLAGS = ("--enforce-eager", "--block-size", "32")
+# A prompt in chunks kills vLLM 0.32 on a CPU where the request has a seed ("CPU Generator does not use offset").
+_CPU_FLAGS = ("--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill")
+_CPU_BATCHED_TOKENS = 4096  # of one step, and at least a whole context where prompts are not chunked
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +115,19 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
 
 def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bool) -> list[str]:
     """vLLM's command line. The `vllm` script is not used: builds for the CPU have another distribution name."""
+    context = config.model.context_length
     in_flight = config.rollout.max_in_flight or config.rollout.batch_size
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(Path(config.model.path).resolve()), "--skip-tokenizer-init"),
         *("--host", options.host, "--port", str(port)),
-        *("--dtype", _DTYPES[config.model.precision], "--max-model-len", str(config.model.context_length)),
+        *("--dtype", _DTYPES[config.model.precision], "--max-model-len", str(context)),
         *("--max-num-seqs", str(min(256, in_flight)), "--tensor-parallel-size", str(options.tensor_parallel)),
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "nemo_flashrl.rollout_server.worker.WorkerExtension"),
         *("--weight-transfer-config", json.dumps({"backend": "flashrl_file"})),
-        *(() if accelerated else _CPU_FLAGS),
+        *(() if accelerated else (*_CPU_FLAGS, "--max-num-batched-tokens", str(max(_CPU_BATCHED_TOKENS, context)))),
         *shlex.split(options.flags),
     ]
 
