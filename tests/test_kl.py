@@ -13,8 +13,11 @@ from processes import run_ranks
 from tiny import random_trajectories, write_model
 
 from nemo_flashrl.algorithms import grpo_loss
+from nemo_flashrl.algorithms.grpo import Grpo
 from nemo_flashrl.algorithms.kl import ESTIMATORS, WithKl, kl_estimate
 from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
+from nemo_flashrl.config import load
+from nemo_flashrl.preflight import with_reference
 
 POLICY = torch.tensor([0.5, -0.2, 0.1, -1.0], dtype=torch.float64)  # logits of four tokens
 REFERENCE = torch.log_softmax(torch.tensor([-0.3, 0.4, 0.0, 0.2], dtype=torch.float64), 0)
@@ -110,6 +113,21 @@ def test_unknown_names_are_refused() -> None:
         KlCoefficient(0.1, schedule="linear", steps=1)
     with pytest.raises(ValueError, match=r"kl.estimator='k4'"):
         WithKl(object(), "k4")
+
+
+def configured(*overrides: str):
+    return load("rehearsal", ["output=unused", "model.path=unused", *overrides])
+
+
+def test_what_is_asked_of_a_reference() -> None:
+    assert isinstance(with_reference(configured(), Grpo()), Grpo)
+    only_evaluated = configured("reference.mode=frozen", "reference.evaluate=true")
+    assert isinstance(with_reference(only_evaluated, Grpo()), WithKl)
+    k1 = configured("reference.mode=frozen", "kl.coefficient=0.1", "kl.estimator=k1")
+    with pytest.warns(UserWarning, match="kl.estimator=k1 in the loss has a gradient of mean zero"):
+        with_reference(k1, Grpo())
+    with pytest.raises(ValueError, match="algorithm.name='flash_reinforce' needs a reference policy"):
+        with_reference(configured(), WithKl(Grpo()))
 
 
 @pytest.fixture(scope="module")
