@@ -285,7 +285,7 @@ def test_a_summary_in_place_of_a_long_observation() -> None:
 
 def test_the_whole_episode_has_a_time_limit() -> None:
     environment = ScriptedEnvironment([StepResult("> k 4 0", reward=0.5), 60.0, DONE])
-    t = play(ScriptedEngine(GET), environment, episode_timeout=0.3, step_timeout=50.0)
+    t = play(ScriptedEngine(GET), environment, episode_timeout=1.5, step_timeout=50.0)
     assert (t.end_reason, t.turns, t.reward, environment.log[-1]) == ("time_limit", 2, 0.5, "close")
 
     class Slow(ScriptedEngine):
@@ -294,7 +294,7 @@ def test_the_whole_episode_has_a_time_limit() -> None:
                 await asyncio.sleep(60)
             return await super().generate(token_ids, sampling)
 
-    t = play(Slow(GET), ScriptedEnvironment([StepResult("> k 4 0"), DONE]), episode_timeout=0.3)
+    t = play(Slow(GET), ScriptedEnvironment([StepResult("> k 4 0"), DONE]), episode_timeout=1.5)
     assert (t.end_reason, t.turns, TOKENIZER.decode(t.token_ids)) == (
         "time_limit",
         1,

@@ -22,7 +22,9 @@ def settings(tmp_path_factory) -> Settings:
 
 
 def play(settings: Settings, *actions: str, **limits: Any) -> Trajectory:
-    bounds = Limits(max_context=10**6, **{"max_turns": 50, "max_observation_tokens": 5000, **limits})
+    bounds = Limits(
+        max_context=10**6, **{"max_turns": 50, "max_observation_tokens": 5000, "step_timeout": 300.0, **limits}
+    )
     engine, sampling = TextEngine(*actions), Sampling(max_tokens=5000)
     return asyncio.run(run_episode(engine, TextWorld(settings), 5, Codec(text_tokenizer()), bounds, sampling))
 
