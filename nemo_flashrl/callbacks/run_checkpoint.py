@@ -61,10 +61,10 @@ class RunCheckpoint(nl.ModelCheckpoint):
         self._last_global_step_saved = folder.step
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """All ranks have read the folder before this; NeMo removes torn checkpoints here."""
+        """All ranks have read the folder before this. NeMo removes torn checkpoints, which may free a full disk."""
+        super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero:
             self.folder.begin()
-        super().setup(trainer, pl_module, stage)
         trainer.strategy.checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
