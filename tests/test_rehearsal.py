@@ -12,7 +12,7 @@ import pytest
 from processes import run_ranks
 
 from nemo_flashrl.diagnostics.json_lines import read_metrics
-from nemo_flashrl.diagnostics.metric_table import from_machine
+from nemo_flashrl.diagnostics.metric_table import find_metric, from_machine
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 
 
@@ -31,6 +31,7 @@ def test_same_seed_twice_is_bit_equal(warm_start: Path, tmp_path: Path) -> None:
     first = train(tmp_path / "a", warm_start, 1, "trainer.steps=4")
     second = train(tmp_path / "b", warm_start, 1, "trainer.steps=4")
     assert first == second
+    assert [name for name in first[0] if find_metric(name) is None] == []
     other = train(tmp_path / "c", warm_start, 1, "trainer.steps=4", "trainer.seed=1")
     assert first != other
     weights = [(tmp_path / run / "checkpoint" / "model.safetensors").read_bytes() for run in "abc"]

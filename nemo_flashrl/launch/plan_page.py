@@ -24,7 +24,7 @@ def plan(options: argparse.Namespace) -> int:
     asked = {key: value for key, value in vars(options).items() if value is not None}
     sizes = {
         **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
-        **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0},
+        **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
         **given,
         **asked,
     }
@@ -41,6 +41,7 @@ def plan(options: argparse.Namespace) -> int:
         tensor=sizes["tp"],
         pipeline=sizes["pp"],
         context=sizes["cp"],
+        sequence=sizes["sequence"],
         data=data,
         precision=sizes["precision"],
         recompute=sizes["recompute"],
@@ -75,6 +76,7 @@ def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, A
         **{"context": run.model.context_length, "microbatch": run.batching.max_tokens_per_microbatch},
         **{"batch": run.rollout.batch_size, "recompute": run.model.recompute, "precision": run.model.precision},
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
+        **{"reference": run.reference.mode, "sequence": run.parallel.sequence},
     }
     return hf_config, sizes | ({"device": run.cluster.device} if run.cluster.device else {})
 
