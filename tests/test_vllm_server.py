@@ -190,16 +190,18 @@ def test_trainer_that_died_within_an_update(vllm_server: RealServer, policies: d
     run(vllm_server, story)
 
 
-@pytest.mark.parametrize(("ranks", "temperature"), [(1, 1.0), (2, 1.0), (2, 0.7)])
-def test_train_from_the_server(vllm_server: RealServer, tmp_path: Path, ranks: int, temperature: float) -> None:
-    """Three optimizer steps; what the trainer computes for the tokens is what the server said when it sampled them."""
+@pytest.mark.parametrize(
+    ("parallel", "temperature"), [("tensor", 1.0), ("tensor", 0.7), ("pipeline", 0.7), ("context", 1.0)]
+)
+def test_train_from_the_server(vllm_server: RealServer, tmp_path: Path, parallel: str, temperature: float) -> None:
+    """Three steps on two ranks; what the trainer computes for the tokens is what the server said as it sampled them."""
     config = tmp_path / "run.yaml"
     config.write_text(
         f"""
 defaults: [/algorithm: flash_reinforce, _self_]
 output: {tmp_path}/run
 model: {{path: {vllm_server.model}, context_length: 256, precision: fp32}}
-parallel: {{tensor: {ranks}}}
+parallel: {{{parallel}: 2}}
 optimizer: {{learning_rate: 1.0e-3, warmup_steps: 0}}
 environment: {{name: letters.Letters}}
 rollout:
@@ -212,7 +214,7 @@ rollout:
 trainer: {{steps: 3}}
 """
     )
-    run_ranks(ranks, "training", str(config))
+    run_ranks(2, "training", str(config))
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 3
     tokens = sum(step["policy_tokens"] for step in steps)
