@@ -68,8 +68,9 @@ def stream_hf_tensors(
             skipped = name == "output_layer.weight" and layout.tied
             if skipped or not (experts if rule.of_expert else dense):
                 continue
-            shards = _gather_shards(value(own[index][2]), rule) if here else []
-            yield from _whole_tensors(rule, name, layer, layout, shards, stage)
+            yield from _whole_tensors(  # no name for the shards here: the next are gathered when these are gone
+                rule, name, layer, layout, _gather_shards(value(own[index][2]), rule) if here else [], stage
+            )
 
 
 def _whole_tensors(
@@ -96,9 +97,10 @@ def _gather_shards(parameter: Tensor, rule: Rule) -> list[Tensor]:
         return [parameter]
     if group.size() == 1:
         return [parameter]
-    shards = [torch.empty_like(parameter) for _ in range(group.size())]
-    torch.distributed.all_gather(shards, parameter.contiguous(), group=group)
-    return shards
+    # One buffer for all: from a list, the backend would take as much again.
+    shards = parameter.new_empty(group.size() * parameter.shape[0], *parameter.shape[1:])
+    torch.distributed.all_gather_into_tensor(shards, parameter.contiguous(), group=group)
+    return list(shards.chunk(group.size()))
 
 
 def _from_stage(value: list, stage: int) -> list:
