@@ -68,6 +68,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
 
     from nemo_flashrl.models import HeadSettings, PolicyModel
     from nemo_flashrl.models.families import nemo_config
+    from nemo_flashrl.models.learning_rate import LearningRateScheduler
     from nemo_flashrl.weights.lora import LoraSettings
 
     nemo = nemo_config(
@@ -103,7 +104,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
                 bf16=_dtype(config) == torch.bfloat16,
                 use_distributed_optimizer=platform.has_gpu(),
             ),
-            nl.lr_scheduler.WarmupPolicyScheduler(warmup_steps=optimizer.warmup_steps, max_steps=config.trainer.steps),
+            LearningRateScheduler(optimizer.warmup_steps, config.trainer.steps, optimizer.schedule),
         ),
     )
 
@@ -169,6 +170,7 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
     """The data module that turns collected batches into microbatches."""
     from nemo_flashrl.data import LengthBatcher, RolloutDataModule
     from nemo_flashrl.data.context_parallel import length_multiple
+    from nemo_flashrl.data.credit import trajectory_credit
     from nemo_flashrl.data.length_batcher import BatchingSettings
 
     parallel = config.parallel
@@ -186,6 +188,7 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
         driver.collect if driver else None,
         parts.algorithm,
         batcher,
+        credit=trajectory_credit(config, parts.tokenizer),
         seed=config.trainer.seed,
         saved={"rollouts": driver} if driver else {},
     )
@@ -193,7 +196,7 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
 
 def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutDriver | None) -> list[Any]:
     """What acts around an optimizer step, in this order."""
-    from nemo_flashrl.callbacks import RLMetricsCallback, RunCheckpoint, WeightRefitCallback
+    from nemo_flashrl.callbacks import PassAgreementCallback, RLMetricsCallback, RunCheckpoint, WeightRefitCallback
 
     refit = WeightRefitCallback(driver, parts.vocab_size, probed=config.rollout.engine != "transformers")
     metrics = RLMetricsCallback(
@@ -206,7 +209,7 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     )
     saving, stop = config.checkpoint, driver.stop_collecting if driver else None
     checkpoint = RunCheckpoint(parts.folder, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop)
-    return [*build_reference(config, parts), refit, metrics, checkpoint]
+    return [PassAgreementCallback(), *build_reference(config, parts), refit, metrics, checkpoint]
 
 
 def build_reference(config: RunConfig, parts: Parts) -> list[Any]:
@@ -221,7 +224,7 @@ def build_reference(config: RunConfig, parts: Parts) -> list[Any]:
     coefficient = KlCoefficient(**schedule, steps=config.trainer.steps)
     return [
         EMAReferenceCallback(**asdict(config.reference)),
-        KLPenaltyCallback(coefficient, place=place, estimator=estimator, algorithm=parts.algorithm),
+        KLPenaltyCallback(coefficient, place=place, estimator=estimator),
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 _HOMES = {
     "EMAReferenceCallback": "ema_reference",
     "KLPenaltyCallback": "kl_penalty",
+    "PassAgreementCallback": "pass_agreement",
     "RLMetricsCallback": "rl_metrics",
     "RunCheckpoint": "run_checkpoint",
     "WeightRefitCallback": "weight_refit",

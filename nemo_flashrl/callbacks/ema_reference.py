@@ -19,7 +19,7 @@ from nemo.lightning.megatron_parallel import MegatronStep
 from torch import Tensor
 
 from nemo_flashrl import platform
-from nemo_flashrl.models.scoring import TokenScores, check_passes_agree, score
+from nemo_flashrl.models.scoring import TokenScores, score
 from nemo_flashrl.models.shadow_weights import ShadowWeights
 from nemo_flashrl.weights.shards import unwrap
 
@@ -55,7 +55,6 @@ class EMAReferenceCallback(pl.Callback):
         self.updates = 0  # optimizer steps that changed the policy
         self.shadow: ShadowWeights | None = None
         self._updated = False  # whether the last optimizer step did
-        self._checked = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the weights, before a checkpoint is restored over both sets."""
@@ -76,16 +75,10 @@ class EMAReferenceCallback(pl.Callback):
         optimizer.step = watched
 
     def on_megatron_microbatches_start(self, step: MegatronStep) -> None:
-        """Give every microbatch `reference_logprobs`, float32 [R, S], on the last stage.
-
-        ValueError before the first one is trained on if dropout sets the training pass apart from this one.
-        """
+        """Give every microbatch `reference_logprobs`, float32 [R, S], on the last stage."""
         started = time.perf_counter()
         microbatches = list(step.data)
         step.data = iter(microbatches)
-        if not self._checked:
-            check_passes_agree(step.pipeline, microbatches[0])
-            self._checked = True
         with self.swapped_in():
             scores = score(step.pipeline, microbatches, entropies=self.evaluate)
         for microbatch, answer in zip(microbatches, scores or (), strict=scores is not None):

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_flashrl import platform
-from nemo_flashrl.callbacks import EMAReferenceCallback
+from nemo_flashrl.callbacks import EMAReferenceCallback, PassAgreementCallback
 from nemo_flashrl.config import load
 from nemo_flashrl.preflight import prepare
 from nemo_flashrl.train import build_callbacks, build_data, build_driver, build_model, build_trainer, resume
@@ -27,14 +27,16 @@ class Look(pl.Callback):
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         state = trainer.optimizers[0].mcore_optimizer.chained_optimizers[0].optimizer.state
-        shadow = next(c for c in trainer.callbacks if isinstance(c, EMAReferenceCallback)).shadow
-        names = {id(parameter): name for name, parameter in shadow.parameters.items()}
         kinds = {
             "weight": torch.Tensor.detach,
             "exp_avg": lambda p: state[p]["exp_avg"],
             "exp_avg_sq": lambda p: state[p]["exp_avg_sq"],
-            "reference": lambda p: shadow.values[names[id(p)]],
         }
+        for callback in trainer.callbacks:
+            if isinstance(callback, EMAReferenceCallback):
+                shadow = callback.shadow
+                values = {id(parameter): shadow.values[name] for name, parameter in shadow.parameters.items()}
+                kinds["reference"] = lambda p: values[id(p)]
         found = {}
         for kind, value in kinds.items():
             for name, tensor in stream_hf_tensors(unwrap(pl_module), self.vocab_size, value):
@@ -52,7 +54,9 @@ def main(out: Path, *overrides: str, dropout: float = 0.0) -> None:
     driver = build_driver(config, parts) if os.environ["RANK"] == "0" else None
     data = build_data(config, parts, driver)
     look = Look(out, parts.vocab_size)
-    trainer = build_trainer(config, [look, *build_callbacks(config, parts, data, driver)])
+    callbacks = build_callbacks(config, parts, data, driver)
+    callbacks = [c for c in callbacks if not isinstance(c, PassAgreementCallback)]  # dropout is wanted here
+    trainer = build_trainer(config, [look, *callbacks])
     resume(trainer, parts.folder)
     try:
         trainer.fit(model, datamodule=data)
