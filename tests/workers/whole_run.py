@@ -27,16 +27,14 @@ class Look(pl.Callback):
 
     def write(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         state = trainer.optimizers[0].mcore_optimizer.chained_optimizers[0].optimizer.state
+        shadow = next(c for c in trainer.callbacks if isinstance(c, EMAReferenceCallback)).shadow
+        names = {id(parameter): name for name, parameter in shadow.parameters.items()}
         kinds = {
             "weight": torch.Tensor.detach,
             "exp_avg": lambda p: state[p]["exp_avg"],
             "exp_avg_sq": lambda p: state[p]["exp_avg_sq"],
+            "reference": lambda p: shadow.values[names[id(p)]],
         }
-        for callback in trainer.callbacks:
-            if isinstance(callback, EMAReferenceCallback):
-                shadow = callback.shadow
-                values = {id(parameter): shadow.values[name] for name, parameter in shadow.parameters.items()}
-                kinds["reference"] = lambda p: values[id(p)]
         found = {}
         for kind, value in kinds.items():
             for name, tensor in stream_hf_tensors(unwrap(pl_module), self.vocab_size, value):
