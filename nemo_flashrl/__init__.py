@@ -8,7 +8,7 @@
     data/            a batch -> microbatches of every rank
     models/          NeMo model classes: log-probs and loss on the last pipeline stage
     ops/             the policy head: log-probs without logits
-    algorithms/      advantages and losses, pure functions of tensors
+    algorithms/      advantages, techniques and losses, pure functions of tensors
     callbacks/       around the optimizer step: weights to the sampler, metrics
     weights/         shards <-> Hugging Face names
     diagnostics/     what a run shows

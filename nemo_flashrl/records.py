@@ -64,9 +64,14 @@ class Trajectory:
     failed: bool  # the environment's word that the task was not solved; not the sign of an advantage
     info: dict[str, Any] = field(default_factory=dict)  # what the environment wants in the trajectory log
     segment_starts: tuple[int, ...] = (0,)  # ascending places in 0..S-1, the first 0
+    shaping: dict[str, float] = field(default_factory=dict)  # the environment's further terms, no part of the reward
+    malformed: bool = False  # the environment's word that an action was none
+    turn_rewards: tuple[float, ...] = ()  # [turns], of each step, process rewards included
+    turn_of_token: np.ndarray | None = None  # int32 [S], the turn of each action token; -1 elsewhere
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.behavior_logprobs), len(self.versions)}
+        lengths |= {len(self.turn_of_token)} if self.turn_of_token is not None else set()
         assert len(lengths) == 1, f"per-token fields disagree in length: {sorted(lengths)}"
 
     @property

@@ -46,6 +46,11 @@ class TokenBatch:
     kl_coefficient: float = 0.0  # of the KL to the reference in the loss, in this step
     entropies: Tensor | None = None  # float32 [N], only when the algorithm says `needs_entropy`
     context: ContextShare | None = None  # where other ranks hold further tokens of the same trajectories
+    token_advantages: Tensor | None = None  # float32 [N], where a trajectory's turns have advantages of their own
+
+    def advantages_at(self, tokens: slice | Tensor) -> Tensor:
+        """The advantages [n] of the n tokens that a slice or a mask [N] chooses."""
+        return self.advantages[self.row[tokens]] if self.token_advantages is None else self.token_advantages[tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,11 @@ class Gate:
 
 
 class Algorithm(Protocol):
-    """A policy-gradient algorithm; `Settings` is a dataclass declared beside the class."""
+    """A policy-gradient algorithm; `Settings` is a dataclass declared beside the class.
+
+    One that remembers earlier batches has `state_dict`, `load_state_dict` and `next_batch()` too: the last is called
+    once a batch, before `weigh`, which may be called again for the same batch with other rewards.
+    """
 
     Settings: type
     needs_entropy: bool

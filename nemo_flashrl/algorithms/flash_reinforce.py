@@ -10,13 +10,22 @@ FlashREINFORCE, NVIDIA, September 2026; over the B trajectories of a batch, T_i 
     L    = -(1/B) sum_i (m_i A_i / T_i) sum_t rho_t logp_t
 
 Rejected trajectories stay in B, filtered tokens stay in T_i.
+
+Beyond the paper, each a setting and off by default (W: the mean rewards of the last batches, their mean):
+
+    baseline            "window": A_i = R_i - W; "both": A_i = R_i - (mean_j R_j + W) / 2
+    normalise           A_i / (sqrt(mean_j A_j^2) + 1e-6); with the batch's baseline the root is the rewards' std
+    ratio_clip = c      rho clamped to [1 - c, 1 + c]; it has no derivative, so that a clipped token is trained on too
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +49,10 @@ from nemo_flashrl.algorithms.tokens import (
 )
 
 _PROBABILITY_FLOOR = 1e-6
+_STD_EPSILON = 1e-6
 # float32 log-probs are this far apart near 10 nats: a smaller difference is rounding, and its divergence counts 0.
 _LOGPROB_RESOLUTION = 1e-6
+BASELINES = ("batch", "window", "both")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +63,17 @@ class FlashReinforceSettings:
     importance_sampling: bool = True  # False: the ratio in the loss is 1
     negative_token_fraction: float = 1.0  # of a failed trajectory's tokens, the highest-entropy ones that are kept
     ratio_guard: float = EXTREME_NATS  # nats; drops a trajectory with a token beyond it; inf switches the guard off
+    baseline: str = "batch"  # batch | window | both: mean reward of this batch, of those before it, or half and half
+    baseline_window: int = 8  # batches before this one that count; the first batch has its own mean
+    normalise: bool = False  # True: advantages are divided by their root mean square over the batch
+    ratio_clip: float = math.inf  # the ratio in the loss stays this close to 1; inf: as it is
 
     def __post_init__(self) -> None:
+        if self.baseline not in BASELINES:
+            raise ValueError(f"baseline = {self.baseline!r}: must be one of {', '.join(BASELINES)}")
+        if not isinstance(self.baseline_window, int) or self.baseline_window < 1:
+            raise ValueError(f"baseline_window = {self.baseline_window!r}: must be an integer of at least 1")
+        check_number("ratio_clip", self.ratio_clip, 0, math.inf)
         check_number("delta", self.delta, 0, math.inf)
         check_number("negative_token_fraction", self.negative_token_fraction, 0, 1)
         check_number("ratio_guard", self.ratio_guard, 0, math.inf)
@@ -71,9 +91,28 @@ class FlashReinforce:
         self.needs_entropy = settings.negative_token_fraction < 1
         thresholds = (settings.delta, settings.ratio_guard)
         self.gates_trajectories = self.needs_entropy or any(math.isfinite(limit) for limit in thresholds)
+        self._past: deque[float] = deque(maxlen=settings.baseline_window)  # mean rewards of earlier batches
+        self._newest: float | None = None  # of the batch that was weighed last
+
+    def next_batch(self) -> None:
+        """What is weighed from now on is another batch than before."""
+        if self._newest is not None:
+            self._past.append(self._newest)
+        self._newest = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window of baselines."""
+        return {"past": list(self._past), "newest": self._newest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved window."""
+        self._past = deque(state["past"], maxlen=self.settings.baseline_window)
+        self._newest = state["newest"]
 
     def weigh(self, rewards: Tensor, action_counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """A_i = R_i - mean R and 1 / (B T_i), float32 [B] each, over the whole batch; `groups` are not looked at.
+        """A_i = R_i - baseline and 1 / (B T_i), float32 [B] each, over the whole batch; `groups` are not looked at.
+
+        Until `next_batch`, a second call is taken for the same batch with other rewards.
 
         Raises:
             ValueError: an empty batch, a reward that is not finite, a trajectory without action tokens.
@@ -82,10 +121,14 @@ class FlashReinforce:
         rewards = rewards.to(dtype)
         check_batch(rewards, action_counts)
         precise = rewards.double()
-        advantages = precise - precise.mean()
         # Equal rewards: the mean is rounded, 7 x 0.1 / 7 != 0.1, and noise of 1e-17 would be trained on.
-        if bool((rewards == rewards[0]).all()):
-            advantages = torch.zeros_like(precise)
+        mean = precise[0] if bool((rewards == rewards[0]).all()) else precise.mean()
+        self._newest = float(mean)
+        window = sum(self._past) / len(self._past) if self._past else mean
+        baseline = {"batch": mean, "window": window, "both": (mean + window) / 2}[self.settings.baseline]
+        advantages = precise - baseline
+        if self.settings.normalise:
+            advantages = advantages / (advantages.square().mean().sqrt() + _STD_EPSILON)
         return advantages.to(dtype), (1 / (len(rewards) * action_counts.double())).to(dtype)
 
     def gate(self, logprobs: Tensor, batch: TokenBatch) -> Gate:
@@ -112,8 +155,8 @@ class FlashReinforce:
         admitted = (action_counts > 0) & ~guarded & (sequence_kl <= self.settings.delta)
         admitted_tokens = admitted[row]
         retained = admitted_tokens & self._filter(batch, row, action_counts.long())
-        if self.settings.importance_sampling:
-            used = retained & ((batch.advantages * batch.token_weights)[row] != 0)
+        if self.settings.importance_sampling and math.isinf(self.settings.ratio_clip):
+            used = retained & (batch.advantages_at(mask) * batch.token_weights[row] != 0)
             check_ratios("the ratio to the behavior policy", difference, used, row)
         ratio = difference[admitted_tokens].exp()
         stats = mismatch_stats(difference) | {
@@ -131,13 +174,13 @@ class FlashReinforce:
 
     def token_loss(self, logprobs: Tensor, batch: TokenBatch, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         """-w A rho logp and its derivative -w A rho, as the ratio is not differentiated; [n], 0 where not `keep`."""
-        row = batch.row[tokens]
-        coefficient = batch.token_weights[row] * batch.advantages[row]
+        coefficient = batch.token_weights[batch.row[tokens]] * batch.advantages_at(tokens)
         used = keep[tokens] & (coefficient != 0)
         current = torch.where(used, logprobs, 0)
         derivative = torch.where(used, -coefficient, 0)
         if self.settings.importance_sampling:
-            derivative = derivative * torch.exp(current - torch.where(used, batch.behavior_logprobs[tokens], 0))
+            ratio = torch.exp(current - torch.where(used, batch.behavior_logprobs[tokens], 0))
+            derivative = derivative * ratio.clamp(1 - self.settings.ratio_clip, 1 + self.settings.ratio_clip)
         derivative = derivative.to(logprobs.dtype)
         return derivative * current, derivative
 

@@ -3,7 +3,7 @@
 Shao et al. 2024 (DeepSeekMath) for the group advantage, Schulman et al. 2017 for the clipped surrogate; `kl.py` adds
 the KL to a reference:
 
-    A_i     = (R_i - mean) / (std + epsilon)        over the group; std unbiased, divided by G - 1
+    A_i     = (R_i - mean) / (std + epsilon)        over the group; or as in advantages.py
     rho     = exp(logp - logmu)                     against the policy that sampled: one step per batch
     loss_t  = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
 """
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_flashrl.algorithms.advantages import NORMALISATIONS, group_advantages, group_bounds
 from nemo_flashrl.algorithms.algorithm import Gate, TokenBatch
 from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.algorithms.policy_loss import padded_loss
@@ -33,6 +35,7 @@ from nemo_flashrl.algorithms.tokens import (
 )
 
 AGGREGATIONS = ("sample_mean", "token_mean", "sequence_sum")
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,11 @@ class GrpoSettings:
     clip_low: float = 0.2
     clip_high: float = 0.2  # inf: no upper clip
     aggregation: str = "sample_mean"  # mean over a trajectory's tokens, then over trajectories; or as in AGGREGATIONS
+    sequence_constant: float = 1.0  # sequence_sum: what a trajectory's sum is divided by (Dr. GRPO: longest answer)
+    normalisation: str = "z_score"  # of a group's rewards: z_score | quantile | none
     advantage_epsilon: float = 1e-6  # added to the standard deviation
+    failed_group_floor: float = 0.0  # minus this is the advantage in a group of which every reward is 0
+    skip_tied_groups: bool = False  # True: a group of equal rewards has weight 0, for KL and shaping too
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_size, int) or self.group_size < 2:
@@ -53,9 +60,12 @@ class GrpoSettings:
             )
         check_number("clip_low", self.clip_low, 0, 1)
         check_number("clip_high", self.clip_high, 0, math.inf)
-        check_number("advantage_epsilon", self.advantage_epsilon, 0, torch.finfo(torch.float32).max)
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation = {self.aggregation!r}: must be one of {', '.join(AGGREGATIONS)}")
+        check_number("advantage_epsilon", self.advantage_epsilon, 0, _LARGEST)
+        check_number("sequence_constant", self.sequence_constant, 1, _LARGEST)
+        check_number("failed_group_floor", self.failed_group_floor, 0, _LARGEST)
+        for name, choices in (("aggregation", AGGREGATIONS), ("normalisation", NORMALISATIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
 
 class Grpo:
@@ -73,21 +83,31 @@ class Grpo:
     def weigh(self, rewards: Tensor, action_counts: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
         """Group advantages and token weights, float32 [B] each, over the whole batch.
 
-        The weight is 1 / (B T_i) for `sample_mean`, 1 / sum_j T_j for `token_mean`, 1 / B for `sequence_sum`.
+        The weight is 1 / (B T_i) for `sample_mean`, 1 / sum_j T_j for `token_mean`, 1 / (B sequence_constant) for
+        `sequence_sum`. A group that is skipped has weight 0 and stays in B, as everything that is left out does.
 
         Raises:
             ValueError: an empty batch, a reward that is not finite, a trajectory without action tokens, a group of one.
         """
         dtype = working_dtype(rewards)
         check_batch(rewards.to(dtype), action_counts)
-        advantages = group_advantages(rewards, groups, epsilon=self.settings.advantage_epsilon)
+        settings = self.settings
+        advantages = group_advantages(
+            rewards, groups, epsilon=settings.advantage_epsilon, normalisation=settings.normalisation
+        )
+        lowest, highest = group_bounds(rewards, groups)
+        tied, all_zero = lowest == highest, (lowest == 0) & (highest == 0)
+        if settings.failed_group_floor > 0:
+            advantages = torch.where(all_zero, -settings.failed_group_floor, advantages)
+            tied = tied & ~all_zero
         counts = action_counts.double()
         divisors = {
             "sample_mean": len(rewards) * counts,
             "token_mean": counts.sum().expand_as(counts),
-            "sequence_sum": torch.full_like(counts, len(rewards)),
+            "sequence_sum": torch.full_like(counts, len(rewards) * settings.sequence_constant),
         }
-        return advantages, (1 / divisors[self.settings.aggregation]).to(dtype)
+        weights = (1 / divisors[settings.aggregation]).to(dtype)
+        return advantages, torch.where(tied, 0, weights) if settings.skip_tied_groups else weights
 
     def gate(self, logprobs: Tensor, batch: TokenBatch) -> Gate:
         """Keep every action token; count what is clipped, and the mean ratio as a sum over action tokens.
@@ -99,7 +119,7 @@ class Grpo:
         check_logprobs("logprobs", logprobs, batch)
         check_logprobs("behavior_logprobs", batch.behavior_logprobs, batch)
         mask, row = batch.action_mask, batch.row[batch.action_mask]
-        current, advantages = logprobs[mask].double(), batch.advantages[row].double()
+        current, advantages = logprobs[mask].double(), batch.advantages_at(mask).double()
         difference = current - batch.behavior_logprobs[mask].double()
         ratio = difference.exp()
         clipped = self._clipped(ratio, advantages)
@@ -116,7 +136,7 @@ class Grpo:
     def token_loss(self, logprobs: Tensor, batch: TokenBatch, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         """The weighted clipped surrogate and its derivative; [n] each, 0 where not `keep`."""
         row, keep = batch.row[tokens], keep[tokens]
-        advantages = torch.where(keep, batch.advantages[row], 0)
+        advantages = torch.where(keep, batch.advantages_at(tokens), 0)
         # At advantage 0 the ratio may be anything, infinity too: it must not reach a product.
         difference = torch.where(advantages != 0, logprobs - batch.behavior_logprobs[tokens], 0)
         ratio = difference.exp()
@@ -134,42 +154,6 @@ class Grpo:
         return above | below
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, *, epsilon: float = 1e-6) -> Tensor:
-    """(R_i - mean) / (std + epsilon) within each group (Shao et al. 2024), std unbiased: divided by G - 1.
-
-    A group of equal rewards has advantage exactly 0.
-
-    >>> group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([7, 7, 3, 3]), epsilon=0.0)
-    tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
-
-    Args:
-        rewards: [B], finite.
-        groups: int64 [B], equal for the rollouts of one prompt; any numbers, in any order.
-        epsilon: added to the standard deviation.
-
-    Returns:
-        [B], float64 if `rewards` are, else float32.
-
-    Raises:
-        ValueError: a group of one rollout.
-    """
-    _, group, counts = torch.unique(groups, return_inverse=True, return_counts=True)
-    if (counts < 2).any():
-        alone = groups[(counts < 2)[group]][:5].tolist()
-        raise ValueError(
-            f"groups {alone} hold one trajectory each: group_size must be at least 2, and none may be lost"
-        )
-    precise = rewards.double()
-    zeros = precise.new_zeros(len(counts))
-    centred = precise - (zeros.index_add(0, group, precise) / counts)[group]
-    std = (zeros.index_add(0, group, centred.square()) / (counts - 1)).sqrt()
-    lowest = zeros.scatter_reduce(0, group, precise, "amin", include_self=False)
-    highest = zeros.scatter_reduce(0, group, precise, "amax", include_self=False)
-    # The mean of equal rewards is rounded: without this, noise over noise would be an advantage of order 1.
-    advantages = torch.where((lowest == highest)[group], 0, centred / (std[group] + epsilon))
-    return advantages.to(working_dtype(rewards))
-
-
 def grpo_loss(
     logprobs: Tensor,
     behavior_logprobs: Tensor,
@@ -178,11 +162,8 @@ def grpo_loss(
     groups: Tensor,
     *,
     reference_logprobs: Tensor | None = None,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
     kl_coefficient: float = 0.0,
-    aggregation: str = "sample_mean",
-    advantage_epsilon: float = 1e-6,
+    **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The GRPO loss (Shao et al. 2024) of a whole batch of B trajectories, padded to T tokens.
 
@@ -193,10 +174,8 @@ def grpo_loss(
         action_mask: bool [B, T], True on the tokens that the policy sampled; other positions may hold anything.
         groups: int64 [B], equal for the rollouts of one prompt.
         reference_logprobs: [B, T], needed with kl_coefficient > 0.
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
         kl_coefficient: of k3 to the reference.
-        aggregation: "sample_mean", "token_mean" or "sequence_sum", see `Grpo.weigh`.
-        advantage_epsilon: added to the standard deviation of a group.
+        settings: fields of `GrpoSettings`, say `clip_high=0.28, aggregation="token_mean"`.
 
     Returns:
         (loss, stats): a scalar; and detached `advantages` [B], and scalars: `policy_tokens`, `retained_tokens`,
@@ -207,11 +186,9 @@ def grpo_loss(
             group of one, a reward that is not finite, a log-prob > 0 or not finite on an action token, a ratio
             that overflows.
     """
-    settings = GrpoSettings(
-        clip_low=clip_low, clip_high=clip_high, aggregation=aggregation, advantage_epsilon=advantage_epsilon
-    )
-    check_number("kl_coefficient", kl_coefficient, 0, torch.finfo(torch.float32).max)
-    algorithm = Grpo(settings) if kl_coefficient == 0 else WithKl(Grpo(settings))
+    check_number("kl_coefficient", kl_coefficient, 0, _LARGEST)
+    plain = Grpo(GrpoSettings(**settings))
+    algorithm = plain if kl_coefficient == 0 else WithKl(plain)
     loss, advantages, gate = padded_loss(
         algorithm,
         logprobs,

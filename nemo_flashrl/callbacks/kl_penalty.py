@@ -15,12 +15,11 @@ from nemo.lightning.megatron_parallel import MegatronStep
 from torch import Tensor
 
 from nemo_flashrl import platform
-from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.kl import kl_estimate
 from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
 from nemo_flashrl.models.scoring import score
 
-Row = tuple[int, float, int, int, float]  # place in the batch, reward, action tokens, group, mean KL
+Row = tuple[int, float]  # place in the batch that is trained on, mean KL
 
 
 class KLPenaltyCallback(pl.Callback):
@@ -31,14 +30,12 @@ class KLPenaltyCallback(pl.Callback):
         place: "loss": microbatches carry `kl_coefficient`; "reward": coefficient times the mean KL over a trajectory's
             action tokens is taken off its reward, and advantages are formed anew.
         estimator: of the KL in the reward.
-        algorithm: forms advantages and weights on global rank 0.
     """
 
-    def __init__(self, coefficient: KlCoefficient, *, place: str, estimator: str, algorithm: Algorithm) -> None:
+    def __init__(self, coefficient: KlCoefficient, *, place: str, estimator: str) -> None:
         self.coefficient = coefficient
         self.place = place
         self.estimator = estimator
-        self.algorithm = algorithm
         self._means = (math.nan, math.nan)  # KL and entropy per action token
 
     def on_megatron_microbatches_start(self, step: MegatronStep) -> None:
@@ -81,36 +78,28 @@ class KLPenaltyCallback(pl.Callback):
             rows += self._rows(microbatch, answer.logprobs)
         everyone: list[list[Row] | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, rows, group=platform.object_group())
-        batch = sorted({row[0]: row for part in everyone for row in part}.values())
-        box = [self._weigh(batch) if torch.distributed.get_rank() == 0 else None]
+        divergences = dict(row for part in everyone for row in part)
+        penalties = self.coefficient.value * torch.tensor([divergences[place] for place in sorted(divergences)])
+        last, box = step.trainer.datamodule.last_step, [None]
+        if torch.distributed.get_rank() == 0:
+            credit, metrics, last.advantages = last.assign(penalties)
+            box = [(credit.advantages, credit.token_weights, metrics)]
         torch.distributed.broadcast_object_list(box, src=0, group=platform.object_group())
-        advantages, weights = box[0]
+        advantages, weights, metrics = box[0]
         for microbatch in microbatches:
             places = microbatch["trajectory"].cpu()
             for name, values in (("advantages", advantages), ("token_weights", weights)):
                 own = torch.where(places >= 0, values[places.clamp(min=0)], 0)
                 microbatch[name] = own.to(microbatch[name])
-        last = step.trainer.datamodule.last_step
-        trained = iter(advantages.tolist())
-        last.advantages = [a if math.isnan(a) else next(trained) for a in last.advantages]
-        penalties = [self.coefficient.value * row[4] for row in batch]
-        return {
-            "kl_penalty": sum(penalties) / len(penalties),
-            "advantage_std": float(advantages.std(unbiased=False)),
-        }
+        return {**metrics, "kl_penalty": float(penalties.mean())}
 
     def _rows(self, microbatch: dict[str, Tensor], logprobs: Tensor) -> list[Row]:
         """Of the microbatch's trajectories, with the mean KL over their action tokens on all context-parallel ranks."""
         mask, count = microbatch["target_mask"], len(microbatch["trajectory"])
         both = (values[mask].double() for values in (logprobs, microbatch["reference_logprobs"]))
         divergence, _ = kl_estimate(self.estimator, *both)
-        sums = torch.zeros(count, dtype=torch.float64, device=logprobs.device)
-        sums.index_add_(0, microbatch["row_index"][mask], divergence)
+        sums = torch.zeros(2, count, dtype=torch.float64, device=logprobs.device)
+        sums.index_add_(1, microbatch["row_index"][mask], torch.stack([divergence, torch.ones_like(divergence)]))
         torch.distributed.all_reduce(sums, group=parallel_state.get_context_parallel_group())
-        fields = [microbatch[name].tolist() for name in ("trajectory", "rewards", "action_counts", "groups")]
-        rows = zip(*fields, sums.tolist(), strict=True)
-        return [(*row, total / row[2]) for *row, total in rows if row[0] >= 0]
-
-    def _weigh(self, batch: list[Row]) -> tuple[Tensor, Tensor]:
-        _, rewards, counts, groups, divergences = (torch.tensor(column) for column in zip(*batch, strict=True))
-        return self.algorithm.weigh(rewards - self.coefficient.value * divergences, counts, groups)
+        means = sums[0] / sums[1].clamp(min=1)  # one that is left out may have no token
+        return [row for row in zip(microbatch["trajectory"].tolist(), means.tolist(), strict=True) if row[0] >= 0]

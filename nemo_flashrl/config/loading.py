@@ -98,6 +98,7 @@ def check(config: RunConfig) -> None:
         for item in dataclasses.fields(values) if dataclasses.is_dataclass(values) else ():
             _check_value(f"{section.name}.{item.name}", getattr(values, item.name), item.metadata)
     _check_mode(config.rollout)
+    _check_credit(config)
 
 
 def _check_mode(rollout: RolloutConfig) -> None:
@@ -111,6 +112,22 @@ def _check_mode(rollout: RolloutConfig) -> None:
     if rollout.max_staleness is not None and rollout.max_staleness < rollout.lag:
         raise ValueError(
             f"rollout.max_staleness={rollout.max_staleness}: every batch is rollout.lag={rollout.lag} versions old"
+        )
+
+
+def _check_credit(config: RunConfig) -> None:
+    advantage, length = config.advantage, config.length_penalty
+    if length.coefficient > 0 and length.limit == 0:
+        raise ValueError(f"length_penalty.coefficient={length.coefficient:g} needs length_penalty.limit above 0")
+    if advantage.turn_discount != 1 and advantage.turn_coefficient == 0:
+        raise ValueError(
+            f"advantage.turn_discount={advantage.turn_discount:g} counts in a turn's own return: set "
+            "advantage.turn_coefficient above 0"
+        )
+    if advantage.turn_coefficient > 0 and config.kl.coefficient > 0 and config.kl.place == "reward":
+        raise ValueError(
+            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a trajectory has one reward to take a KL off; "
+            "set kl.place=loss"
         )
 
 

@@ -73,10 +73,11 @@ class ClusterConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW with linear warm-up, then constant."""
+    """AdamW with a linear warm-up from a fifth of the learning rate."""
 
     learning_rate: float = within(1e-6, ABOVE_ZERO, 1)
     warmup_steps: int = within(4, 0)
+    schedule: str = one_of("constant", "cosine")  # after the warm-up; cosine ends near 0 with the last step
     beta1: float = within(0.9, 0, 1)
     beta2: float = within(0.95, 0, 1)
     weight_decay: float = within(0.0, 0)
@@ -148,6 +149,35 @@ class KlConfig:
 
 
 @dataclass
+class AdvantageConfig:
+    """What becomes of an algorithm's advantages."""
+
+    clip: float | None = within(None, ABOVE_ZERO)  # they stay in [-clip, clip]; 3 is usual; None: as they are
+    turn_coefficient: float = within(0.0, 0, 1)  # share of a turn's own return; 0: a trajectory has one advantage
+    turn_discount: float = within(1.0, 0, 1)  # of later turns' rewards in a turn's return
+    shaping: dict[str, float] = field(default_factory=dict)  # the environment's term: coefficient; added last
+
+
+@dataclass
+class LengthPenaltyConfig:
+    """Taken off the advantage: coefficient * (length / limit - 1) beyond the limit."""
+
+    coefficient: float = within(0.0, 0)  # 0: none
+    unit: str = one_of("tokens", "turns", "new_tokens")  # sampled tokens | actions | tokens, repeated passages once
+    limit: float = within(0.0, 0)  # in that unit; nothing is taken below
+    decay_steps: int = within(0, 0)  # optimizer steps until nothing is left of the coefficient; 0: it stays
+
+
+@dataclass
+class SelectionConfig:
+    """What of a batch is trained on; what is left out has weight 0, and its reward stays in the baseline."""
+
+    tokens: str = one_of("actions", "code")  # all that the policy sampled | of these, what is inside fenced code
+    malformed: str = one_of("keep", "leave_out")  # trajectories with an action that the environment calls none
+    shaping_at_least: dict[str, float] = field(default_factory=dict)  # the environment's term: below it is left out
+
+
+@dataclass
 class TrainerConfig:
     """How long, and from which randomness."""
 
@@ -182,5 +212,8 @@ class RunConfig:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     kl: KlConfig = field(default_factory=KlConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    length_penalty: LengthPenaltyConfig = field(default_factory=LengthPenaltyConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.algorithms.credit import Credit
 from nemo_flashrl.data.context_parallel import context_share
+from nemo_flashrl.data.credit import TrajectoryCredit, token_advantages
 from nemo_flashrl.data.length_batcher import LengthBatcher
 from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
 from nemo_flashrl.data.scatter import scatter, stage_share
@@ -32,6 +34,8 @@ from nemo_flashrl.rollout.collector import CollectionStopped
 
 Microbatch = dict[str, Tensor]
 Collect = Callable[[int], Batch]
+# What is taken off the rewards, [B] -> what is trained on, its metrics, and the advantages as in `RankStep`.
+Assign = Callable[[Tensor], tuple[Credit, dict[str, float], list[float]]]
 
 
 @dataclass
@@ -42,6 +46,7 @@ class RankStep:
     metrics: dict[str, float] = field(default_factory=dict)  # collector's and planner's; filled on every rank
     advantages: list[float] = field(default_factory=list)  # [B], NaN where left out; on the collecting rank alone
     batch: Batch | None = None  # on the collecting rank alone
+    assign: Assign | None = None  # forms advantages anew; on the collecting rank alone
     error: BaseException | None = None  # why there is no step; raised on every rank
 
 
@@ -76,6 +81,7 @@ class RolloutDataModule(pl.LightningDataModule):
     Args:
         collect: policy version -> Batch; called on global rank 0 only, None elsewhere.
         algorithm: weighs the whole batch before it is split.
+        credit: the techniques around it.
         batcher: plans microbatches.
         seed: orders microbatches.
         saved: what a checkpoint holds under each name, on the collecting rank: objects with `state_dict` and
@@ -88,6 +94,7 @@ class RolloutDataModule(pl.LightningDataModule):
         algorithm: Algorithm,
         batcher: LengthBatcher,
         *,
+        credit: TrajectoryCredit = TrajectoryCredit(),
         seed: int = 0,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
@@ -95,6 +102,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.collect = collect
         self.algorithm = algorithm
         self.batcher = batcher
+        self.credit = credit
         self.seed = seed
         self.data_sampler = StepSampler()
         self.last_step: RankStep | None = None  # what the metrics callback reads
@@ -110,7 +118,8 @@ class RolloutDataModule(pl.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lightning's hook, before the first step; all ranks get rank 0's."""
         for name, part in self._saved.items():
-            part.load_state_dict(state_dict[name])
+            if name != "algorithm" or name in state_dict:  # the run may have begun with one that keeps nothing
+                part.load_state_dict(state_dict[name])
 
     def train_dataloader(self) -> DataLoader:
         """An endless loader; an element is one rank's share of one optimizer step."""
@@ -123,11 +132,11 @@ class RolloutDataModule(pl.LightningDataModule):
             self._seats = [Seat.own()] * group.size()
             torch.distributed.all_gather_object(self._seats, Seat.own(), group=group)
         shares: list[RankStep] = []
-        batch, advantages = None, []
+        batch, planned = None, RankStep([])
         if group.rank() == 0:
             try:
                 batch, steps = self._collect_and_plan(version)
-                advantages = steps[0].advantages
+                planned = steps[0]
                 at_seat = {seat: seat.share(steps[seat.data]) for seat in set(self._seats)}
                 shares = [at_seat[seat] for seat in self._seats]
             except BaseException as error:
@@ -135,7 +144,7 @@ class RolloutDataModule(pl.LightningDataModule):
         step = scatter(shares, group)
         if step.error is not None:
             raise step.error
-        step.batch, step.advantages = batch, advantages
+        step.batch, step.advantages, step.assign = batch, planned.advantages, planned.assign
         self.last_step = step
         return step
 
@@ -147,6 +156,7 @@ class RolloutDataModule(pl.LightningDataModule):
             batch,
             self.algorithm,
             self.batcher,
+            credit=self.credit,
             dp_size=parallel_state.get_data_parallel_world_size(),
             seed=self.seed + version,
         )
@@ -156,7 +166,13 @@ class RolloutDataModule(pl.LightningDataModule):
 
 
 def plan_steps(
-    batch: Batch, algorithm: Algorithm, batcher: LengthBatcher, *, dp_size: int, seed: int
+    batch: Batch,
+    algorithm: Algorithm,
+    batcher: LengthBatcher,
+    *,
+    credit: TrajectoryCredit = TrajectoryCredit(),
+    dp_size: int,
+    seed: int,
 ) -> list[RankStep]:
     """The share of every data-parallel rank: global weights first, then the split, which cannot change the loss."""
     settings = batcher.settings
@@ -164,43 +180,43 @@ def plan_steps(
     lengths = [[part.stop - part.start for part in t.segments] for t in batch.trajectories]
     plan = batcher.plan(lengths, dp_size, seed=seed)
     kept = [i for i, length in enumerate(plan.lengths) if length]
-    trajectories = {i: truncate(batch.trajectories[i], plan.lengths[i]) for i in kept}
-    advantages, weights = algorithm.weigh(
-        torch.tensor([trajectories[i].reward for i in kept], dtype=torch.float32),
-        torch.tensor([trajectories[i].action_count for i in kept]),
-        torch.tensor([trajectories[i].group for i in kept]),
-    )
+    whole = [truncate(batch.trajectories[i], plan.lengths[i]) for i in kept]
+    trajectories = {i: credit.trained_tokens(own) for i, own in zip(kept, whole, strict=True)}
+    if hasattr(algorithm, "next_batch"):
+        algorithm.next_batch()
+    outcomes, counts = credit.outcomes(whole, list(trajectories.values()), step=batch.policy_version)
     place = {i: row for row, i in enumerate(kept)}
-    metrics = {**batch.metrics, **plan.metrics(), "advantage_std": float(advantages.std(unbiased=False))}
-    shown = [float(advantages[place[i]]) if i in place else math.nan for i in range(len(batch.trajectories))]
+
+    def assign(penalties: Tensor | float = 0.0) -> tuple[Credit, dict[str, float], list[float]]:
+        assigned, numbers = credit.assign(algorithm, replace(outcomes, rewards=outcomes.rewards - penalties))
+        own = torch.where(outcomes.left_out, math.nan, assigned.advantages).tolist()
+        return assigned, numbers, [own[place[i]] if i in place else math.nan for i in range(len(lengths))]
+
+    assigned, numbers, shown = assign()
+    metrics = {**batch.metrics, **plan.metrics(), **counts, **numbers}
+    by_token = {
+        i: token_advantages(trajectories[i], assigned.turn_advantages[place[i]])
+        for i in (kept if assigned.turn_advantages else ())
+    }
     steps = []
     for rank_plan in plan.ranks:
         microbatches = []
         for members in rank_plan:
             rows = torch.tensor([place[i] for i in members], dtype=torch.int64)
-            failures = torch.tensor([trajectories[i].failed for i in members], dtype=torch.bool)
+            held = [trajectories[i] for i in members]
             microbatches.append(
                 {
-                    **lay_out([trajectories[i] for i in members], settings.multiple),
-                    "advantages": _rows_or_zero(advantages[rows]),
-                    "token_weights": _rows_or_zero(weights[rows]),
-                    "failures": _rows_or_zero(failures),
-                    **_reward_fields([trajectories[i] for i in members], rows),
+                    **lay_out(held, settings.multiple, [by_token[i] for i in members] if by_token else ()),
+                    "advantages": _rows_or_zero(assigned.advantages[rows]),
+                    "token_weights": _rows_or_zero(assigned.token_weights[rows]),
+                    "failures": _rows_or_zero(torch.tensor([t.failed for t in held], dtype=torch.bool)),
+                    # Places in the batch that is trained on; -1 is no trajectory.
+                    "trajectory": rows if members else rows.new_full((1,), -1),
                     "num_microbatches": torch.tensor(len(rank_plan)),
                 }
             )
-        steps.append(RankStep(microbatches, dict(metrics), shown))
+        steps.append(RankStep(microbatches, dict(metrics), shown, assign=assign))
     return steps
-
-
-def _reward_fields(trajectories: list[Any], places: Tensor) -> dict[str, Tensor]:
-    """What advantages are formed of, [R] each, for a penalty that is known on the ranks alone; -1 is no trajectory."""
-    return {
-        "trajectory": places if len(places) else places.new_full((1,), -1),  # place in the batch that is trained on
-        "rewards": _rows_or_zero(torch.tensor([t.reward for t in trajectories], dtype=torch.float32)),
-        "action_counts": _rows_or_zero(torch.tensor([t.action_count for t in trajectories], dtype=torch.int64)),
-        "groups": _rows_or_zero(torch.tensor([t.group for t in trajectories], dtype=torch.int64)),
-    }
 
 
 def _rows_or_zero(values: Tensor) -> Tensor:

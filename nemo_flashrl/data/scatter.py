@@ -15,14 +15,14 @@ from torch import Tensor
 
 FIRST_STAGE = ("tokens",)
 BOTH_ENDS = ("position_ids",)  # of embeddings, and of context-parallel losses
-LAST_STAGE = ("targets", "target_mask", "behavior_logprobs", "row_index")
+LAST_STAGE = ("targets", "target_mask", "behavior_logprobs", "row_index", "token_advantages")
 
 
 def stage_share(microbatch: dict[str, Tensor], *, first: bool, last: bool) -> dict[str, Tensor]:
     """The microbatch for a rank that holds the first pipeline stage, or the last, or both, or neither."""
     unread = (*FIRST_STAGE * (not first), *BOTH_ENDS * (not (first or last)), *LAST_STAGE * (not last))
-    blank = {name: torch.zeros((), dtype=microbatch[name].dtype).expand(microbatch[name].shape) for name in unread}
-    return {**microbatch, **blank}
+    held = {name: microbatch[name] for name in unread if name in microbatch}
+    return microbatch | {name: torch.zeros((), dtype=v.dtype).expand(v.shape) for name, v in held.items()}
 
 
 def scatter(shares: Sequence[Any], group: torch.distributed.ProcessGroup) -> Any:

@@ -7,33 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from nemo_flashrl.records import Trajectory
-
-NGRAM = 8  # longer than the fixed part of a tool call, shorter than a call with its arguments done twice
-_BASE = np.uint64(6364136223846793005)  # odd, of a full-period generator modulo 2**64
+from nemo_flashrl.repetition import NGRAM, repeated_tokens
 
 
 def repeated_token_share(trajectory: Trajectory, ngram: int = NGRAM) -> float:
     """Share of the action tokens that lie in an n-gram of action tokens that the trajectory has had before.
 
     Twelve tokens a..l and the first ten of them again: 10 of 22 repeat.
-
-    N-grams are compared by a 64-bit polynomial hash: of a million, two fall together with probability 3e-8.
     """
-    tokens = trajectory.token_ids[trajectory.action_mask]
-    count = len(tokens) - ngram + 1
-    if count < 2:
-        return 0.0
-    words = tokens.astype(np.uint64) + np.uint64(1)
-    hashes = np.zeros(count, dtype=np.uint64)
-    for offset in range(ngram):
-        hashes = hashes * _BASE + words[offset : offset + count]  # wraps modulo 2**64
-        hashes ^= hashes >> np.uint64(29)
-    repeats = np.ones(count, dtype=bool)
-    repeats[np.unique(hashes, return_index=True)[1]] = False
-    covered = np.zeros(len(tokens) + 1, dtype=np.int64)
-    np.add.at(covered, np.flatnonzero(repeats), 1)
-    np.add.at(covered, np.flatnonzero(repeats) + ngram, -1)
-    return float((covered.cumsum()[:-1] > 0).mean())
+    repeats = repeated_tokens(trajectory.token_ids[trajectory.action_mask], ngram)
+    return float(repeats.mean()) if len(repeats) else 0.0
 
 
 def unique_sample_share(group: Sequence[Trajectory]) -> float:

@@ -19,6 +19,9 @@ class StepResult:
     success: bool | None = None  # set on the last step where "solved" is known; else reward > 0 decides
     info: dict[str, Any] = field(default_factory=dict)  # for the trajectory log: what JSON can hold
     role: str = "user"  # of the message that shows the observation: "tool" where the chat template knows it
+    process_reward: float = 0.0  # of this step, beside `reward`; for a run that gives turns advantages of their own
+    shaping: dict[str, float] = field(default_factory=dict)  # by name, summed over steps; for a run that uses them
+    malformed: bool = False  # the action was none: a run may leave such an episode out of training
 
 
 @runtime_checkable

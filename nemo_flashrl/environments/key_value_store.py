@@ -153,4 +153,4 @@ class KeyValueStore:
 
     def _end(self, outcome: str, solved: bool) -> StepResult:
         info = {"outcome": outcome, "hops": self._task.hops, "calls": self._calls}
-        return StepResult(reward=float(solved), done=True, success=solved, info=info)
+        return StepResult(reward=float(solved), done=True, success=solved, info=info, malformed=outcome == "malformed")

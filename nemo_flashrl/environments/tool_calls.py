@@ -64,5 +64,6 @@ def _parse(text: str, known: dict[str, frozenset[str]]) -> ToolCall:
 def malformed(error: MalformedCall, on_malformed: str) -> StepResult:
     """What a malformed call leads to: the policy is told and may try again, or the episode ends with reward 0."""
     if on_malformed == "end":
-        return StepResult(done=True, success=False, info={"outcome": "malformed_call", "malformed": str(error)})
-    return StepResult(observation=f"Error: {error}", role="tool")
+        info = {"outcome": "malformed_call", "malformed": str(error)}
+        return StepResult(done=True, success=False, info=info, malformed=True)
+    return StepResult(observation=f"Error: {error}", role="tool", malformed=True)

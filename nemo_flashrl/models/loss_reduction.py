@@ -21,7 +21,7 @@ Stats = dict[str, Tensor]
 
 def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
     """A microbatch [R, S] as the head sees it."""
-    reference = batch.get("reference_logprobs")
+    reference, by_token = batch.get("reference_logprobs"), batch.get("token_advantages")
     group = parallel_state.get_context_parallel_group()
     return TokenBatch(
         behavior_logprobs=flat(batch["behavior_logprobs"]),
@@ -32,6 +32,7 @@ def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
         failures=batch["failures"],
         reference_logprobs=None if reference is None else flat(reference),
         context=ContextShare(group, flat(batch["position_ids"])) if group.size() > 1 else None,
+        token_advantages=None if by_token is None else flat(by_token),
         kl_coefficient=float(batch.get("kl_coefficient", 0.0)),
     )
 

@@ -56,6 +56,9 @@ class _Episode:
     reward: float = 0.0
     success: bool | None = None  # the environment's word, where it has one
     info: dict[str, Any] = field(default_factory=dict)  # the environment's
+    shaping: Counter[str] = field(default_factory=Counter)
+    malformed: bool = False
+    turn_rewards: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)  # ours
 
     @property
@@ -147,6 +150,9 @@ async def _play(
         episode.reward += float(result.reward)
         episode.success = result.success
         episode.info.update(result.info)
+        episode.shaping.update(result.shaping)
+        episode.malformed |= result.malformed
+        episode.turn_rewards.append(float(result.reward + result.process_reward))
         if result.done:
             return "done"
         if number + 1 < limits.max_turns:
@@ -199,7 +205,8 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajec
     """Lay the turns out flat: the place where a token's mask, log-prob and version are born."""
     token_ids, starts = list(episode.prompt), [0]
     mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [NO_VERSION] * len(token_ids)
-    for turn in episode.turns:
+    turns = [-1] * len(token_ids)
+    for number, turn in enumerate(episode.turns):
         sampled, observed = len(turn.action.token_ids), len(turn.observation_ids)
         if turn.starts_segment:
             starts.append(len(token_ids) + sampled)
@@ -207,6 +214,7 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajec
         mask += [True] * sampled + [False] * observed
         logprobs += [*turn.action.logprobs, *[0.0] * observed]
         versions += [*turn.action.versions, *[NO_VERSION] * observed]
+        turns += [number] * sampled + [-1] * observed
     solved = episode.reward > 0 if episode.success is None else episode.success
     return Trajectory(
         prompt_index=prompt_index,
@@ -221,4 +229,8 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajec
         failed=not solved,
         info={**episode.info, **episode.counts},
         segment_starts=tuple(starts),
+        shaping=dict(episode.shaping),
+        malformed=episode.malformed,
+        turn_rewards=(*episode.turn_rewards, *[0.0] * (len(episode.turns) - len(episode.turn_rewards))),
+        turn_of_token=np.array(turns, dtype=np.int32),
     )

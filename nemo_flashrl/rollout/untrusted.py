@@ -62,8 +62,9 @@ async def step(environment: Environment, action: str) -> StepResult:
     result = await environment.step(action)
     if not (isinstance(result, StepResult) and isinstance(result.observation, str) and isinstance(result.info, dict)):
         raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult with a text and a dict")
-    if not math.isfinite(result.reward):
-        raise ValueError(f"the reward is {result.reward}")
+    for name, value in {"reward": result.reward, "process reward": result.process_reward, **result.shaping}.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the {name} is {value}")
     try:
         json.dumps(result.info)
     except (TypeError, ValueError, RecursionError) as error:
