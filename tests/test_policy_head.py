@@ -134,6 +134,31 @@ def test_float64_and_float32_match_full_logits(size, way, entropy):
             assert not grad_weight[size[3] :].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_token_has_the_temperature_that_it_was_sampled_at(way, entropy, dtype):
+    size = (61, 32, 640, 515, 16)
+    inputs = problem(size, dtype, 3)
+    temperature = torch.where(torch.arange(61) < 20, 1.0, 0.85).double()
+    settings = {"entropy": entropy, "vocab_size": 515}
+    actual = run(way, inputs, chunk_tokens=16, temperature=temperature, **settings)
+    right = expected(inputs, temperature=temperature, **settings)
+    bound = 1e-14 if dtype == torch.float64 else 2e-6
+    assert ((actual[1] - right[1]).abs() <= bound * right[1].abs().clamp(min=1)).all()
+    assert all(relative(a, b) <= (2e-14 if dtype == torch.float64 else 2**-8) for a, b in zip(actual[2:], right[2:]))
+    for old in (1.0, 0.85):  # one for all is wrong on the other part
+        wrong = expected(inputs, temperature=old, **settings)
+        assert (wrong[1] - right[1]).abs().max() > 0.05 and relative(wrong[3], right[3]) > 0.02
+
+
+def test_a_temperature_of_each_token_is_checked():
+    inputs = problem((5, 8, 16, 16, 4), torch.float32, 0)
+    for wrong in (torch.ones(4), torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), torch.ones(5, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="temperature has shape .* give 5 finite numbers above 0"):
+            run("logprob", inputs, entropy=False, vocab_size=16, chunk_tokens=4, temperature=wrong)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_logits_of_80_that_fp32_holds_exactly(way):
     # Eighths up to 80: every logit is exact, so the errors are the operation's own. Rows are one peak, a tie, or flat.

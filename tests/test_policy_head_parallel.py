@@ -37,8 +37,13 @@ VARIANTS = {
     "plain": {},
     "sequence parallel": {"sequence_parallel": True},
     "own parts": {"reduce_hidden_gradient": False},
-    "masked": {"sequence_parallel": True},  # rows without a coefficient are masked, and hold NaN
+    "masked": {"sequence_parallel": True},  # rows without a coefficient are masked, and hold NaN; many temperatures
 }
+
+
+def temperature_of(shape: str, variant: str) -> float | Tensor:
+    tokens = SHAPES[shape][0]
+    return torch.linspace(0.7, 1.0, tokens).double() if variant == "masked" else 0.8
 
 
 def problem(shape: str, dtype=torch.float64) -> dict[str, Tensor]:
@@ -182,7 +187,8 @@ def worker(rank: int, folder: str) -> None:
         if variant == "masked":
             extra = extra | {"mask": inputs["coefficient"] != 0}
             inputs["hidden"][inputs["coefficient"] == 0] = float("nan")
-        settings = {"tp_group": groups[size], "vocab_size": vocab_size, "temperature": 0.8, "chunk_tokens": chunk}
+        settings = {"tp_group": groups[size], "vocab_size": vocab_size, "chunk_tokens": chunk}
+        settings["temperature"] = temperature_of(shape, variant)
         own = shard(inputs, rank % size, size, extra.get("sequence_parallel", False))
         total, logprobs = call(way, *own, inputs, entropy, settings | extra)
         total.backward()
@@ -203,11 +209,11 @@ def results(tmp_path_factory) -> list[dict]:
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
-def expected(shape: str, entropy: bool):
+def expected(shape: str, entropy: bool, temperature: float | Tensor):
     inputs = problem(shape)
     hidden, weight = (inputs[name].clone().requires_grad_() for name in ("hidden", "weight"))
     logprobs, entropies = linear_logprob(
-        hidden, weight, inputs["targets"], vocab_size=SHAPES[shape][1], temperature=0.8
+        hidden, weight, inputs["targets"], vocab_size=SHAPES[shape][1], temperature=temperature
     )
     total = (inputs["coefficient"] * logprobs).sum() + (entropy * inputs["slope"] * entropies).sum()
     total.backward()
@@ -223,7 +229,7 @@ def relative(actual: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_together_are_one_rank(results, shape, variant, size):
     for entropy, dtype in SUMS:
-        total, logprobs, grad_hidden, grad_weight = expected(shape, entropy)
+        total, logprobs, grad_hidden, grad_weight = expected(shape, entropy, temperature_of(shape, variant))
         bound = 1e-13 if dtype == torch.float64 else 80 * 2**-22 if shape == "peaked" else 1e-6  # 80: rounded logits
         if variant == "masked":
             logprobs = torch.where(problem(shape)["coefficient"] != 0, logprobs, 0)

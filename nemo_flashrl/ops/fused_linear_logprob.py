@@ -29,7 +29,7 @@ def fused_linear_logprob(
     *,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     return_entropy: bool = False,
     mask: Tensor | None = None,
@@ -48,7 +48,7 @@ def fused_linear_logprob(
         targets: int64 `[T]`, vocabulary ids, all tokens on every rank.
         tp_group: the ranks that share the vocabulary; None for one rank.
         vocab_size: the true vocabulary; rows from there on are padding, with probability 0 and gradient 0.
-        temperature: logits are divided by it.
+        temperature: logits are divided by it; one for all tokens, or floating `[T]`, equal on all ranks.
         chunk_tokens: tokens whose logits are held at a time, `chunk_tokens * V / TP` fp32 numbers.
         return_entropy: also the entropy of each token's distribution, differentiable too.
         mask: bool `[T]`; rows outside it are never computed: log-prob and entropy 0, no gradient, their `hidden` and

@@ -44,7 +44,7 @@ def fused_linear_policy_loss(
     *,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     entropy_weight: Tensor | None = None,
     return_entropy: bool = False,

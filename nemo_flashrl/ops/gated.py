@@ -46,7 +46,7 @@ def fused_linear_gated_policy_loss(
     *,
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     logprobs: Tensor | None = None,
     entropies: Tensor | None = None,

@@ -25,7 +25,7 @@ class HeadOptions:
 
     tp_group: dist.ProcessGroup | None = None
     vocab_size: int | None = None
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     sequence_parallel: bool = False
     reduce_hidden_gradient: bool = True
@@ -42,7 +42,7 @@ class Head:
     first_row: int  # vocabulary id of the shard's first row
     num_shards: int  # of the hidden states
     shard: int
-    temperature: float
+    temperature: float | Tensor  # [T] where tokens were sampled at different ones
     chunk_tokens: int
     reduce_hidden_gradient: bool
 
@@ -63,6 +63,12 @@ class Head:
     def per_token(self, fill: float = 0) -> Tensor:
         return torch.full((self.targets.numel(),), fill, dtype=self.products.dtype, device=self.hidden.device)
 
+    def scale(self, chunk: Chunk) -> float | Tensor:
+        """What the chunk's logits are multiplied with: one number, or `[C]`."""
+        if isinstance(self.temperature, Tensor):
+            return chunk.take(1 / self.temperature, 1).to(self.products.dtype)
+        return 1 / self.temperature
+
     def columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets as columns of this shard, int64, clamped into it, and whether they are in it."""
         columns = targets - self.first_row
@@ -75,7 +81,7 @@ def make_head(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | No
     rank, size = shard_of(options.tp_group)
     num_shards = size if options.sequence_parallel else 1
     _check_tensors(hidden, weight, targets, mask, num_shards)
-    _check_numbers(options)
+    _check_numbers(options, targets.numel())
     num_rows = weight.shape[0]
     vocab_size = num_rows * size if options.vocab_size is None else options.vocab_size
     if not 1 <= vocab_size <= num_rows * size:
@@ -122,8 +128,15 @@ def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor
         raise ValueError(f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}: give bool [{targets.numel()}]")
 
 
-def _check_numbers(options: HeadOptions) -> None:
-    if not (math.isfinite(options.temperature) and options.temperature > 0):
+def _check_numbers(options: HeadOptions, num_tokens: int) -> None:
+    if isinstance(options.temperature, Tensor):
+        own = options.temperature
+        if own.shape != (num_tokens,) or not own.is_floating_point() or not bool((own.isfinite() & (own > 0)).all()):
+            raise ValueError(
+                f"temperature has shape {tuple(own.shape)} and dtype {own.dtype}: give {num_tokens} finite numbers "
+                "above 0, one a token, or one for all"
+            )
+    elif not (math.isfinite(options.temperature) and options.temperature > 0):
         raise ValueError(f"temperature={options.temperature}: give a finite number above 0; 1 leaves the logits alone")
     if options.chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={options.chunk_tokens}: give at least 1; {DEFAULT_CHUNK_TOKENS} is the default")

@@ -78,7 +78,7 @@ def walk(
     rows_of = gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel)
     for index, (chunk, rows) in enumerate(rows_of):
         matrix = buffer[: chunk.num_rows] if index < num_shared else head.empty_logits(chunk.num_rows)
-        head.products.logits(rows, 1 / head.temperature, matrix)
+        head.products.logits(rows, head.scale(chunk), matrix)
         targets = chunk.take(head.targets)
         columns, owned = head.columns(targets)
         packed = None
@@ -86,7 +86,7 @@ def walk(
             packed = unshifted_statistics(matrix, columns, owned)
             may_be_unshifted = packed is not None
             if packed is None:
-                head.products.logits(rows, 1 / head.temperature, matrix)
+                head.products.logits(rows, head.scale(chunk), matrix)
         if packed is None:
             packed = local_statistics(matrix, columns, owned, entropy=entropy, keep_logits=keep_logits)
         yield ChunkLogits(chunk, rows, matrix, targets, StatisticsExchange(packed, head.group))
@@ -140,7 +140,7 @@ def gradient_pass(
     buffer = chunk_buffer(head, chunks)
     for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
         matrix = buffer[: chunk.num_rows]
-        head.products.logits(rows, 1 / head.temperature, matrix)
+        head.products.logits(rows, head.scale(chunk), matrix)
         chunk_statistics = statistics.of(chunk)
         slope = None if entropy_derivative is None else chunk.take(entropy_derivative)
         if slope is None:
@@ -205,7 +205,8 @@ class GradientSums:
             constant = (derivative + slope * (log_share + entropies)) / size
             if self.head.num_columns:
                 weighted_exponentials_(matrix, local_shift, constant, slope / size)
-        scale = 1 / self.head.temperature
+        scale = self.head.scale(chunk)
+        scale = pick(scale) if isinstance(scale, Tensor) else scale
         target_factor = torch.where(owned, target_factor * scale, 0)
         self._add_products(chunk, order, pick(rows), matrix, columns, owned, row_factor * scale, target_factor)
 

@@ -35,9 +35,12 @@ class Products:
         """Half-precision operands, fp32 result, in one call."""
         return not self.is_plain and self.weight.device.type != "cpu"
 
-    def logits(self, rows: Tensor, scale: float, out: Tensor) -> None:
-        """out = scale * rows @ weight^T; `[C, H]` of the weight's dtype -> `[C, V]` of `dtype`."""
-        if self.is_plain:
+    def logits(self, rows: Tensor, scale: float | Tensor, out: Tensor) -> None:
+        """out = scale * rows @ weight^T; `[C, H]` of the weight's dtype -> `[C, V]` of `dtype`; scale may be `[C]`."""
+        if isinstance(scale, Tensor):  # on the rows it would be rounded to their dtype
+            self.logits(rows, 1.0, out)
+            out.mul_(scale[:, None])
+        elif self.is_plain:
             torch.addmm(out, rows, self.weight.t(), beta=0, alpha=scale, out=out)
         elif self.has_wide_output:
             torch.addmm(out, rows, self.weight.t(), out_dtype=self.dtype, beta=0, alpha=scale, out=out)

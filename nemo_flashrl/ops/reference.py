@@ -17,7 +17,7 @@ def linear_logprob(
     targets: Tensor,
     *,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """(log-probs, entropies), each `[T]`, of `targets` int64 `[T]` under softmax(hidden @ weight^T / temperature).
 
@@ -25,7 +25,7 @@ def linear_logprob(
     Rows of `weight` from `vocab_size` on are padding. Autograd gives the gradients.
     """
     logits = hidden @ weight[:vocab_size].t()
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / _column(temperature)
     all_logprobs = torch.log_softmax(logits, -1)
     entropies = -(all_logprobs.exp() * all_logprobs).sum(-1)
     return all_logprobs.gather(1, targets[:, None]).squeeze(1), entropies
@@ -38,7 +38,7 @@ def linear_policy_loss(
     loss: Callable[[Tensor, slice], tuple[Tensor, Tensor]],
     *,
     vocab_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     entropy_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(the sum of `loss`, log-probs): the gradient is that of sum(derivative * logprob), `loss`'s own derivative."""
@@ -50,3 +50,7 @@ def linear_policy_loss(
     if entropy_weight is not None:
         total = total + (entropy_weight * entropies).sum()
     return total, logprobs.detach()
+
+
+def _column(temperature: float | Tensor) -> float | Tensor:
+    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
