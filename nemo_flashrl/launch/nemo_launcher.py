@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,11 +36,20 @@ def train(arguments: Sequence[str] | None = None) -> int:
     output = Path(block["flashrl"]["output"])
     code = 1
     try:
-        code = subprocess.call(["flashrl", *train_arguments(block, os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0"))])
+        code = _run(train_arguments(block, os.environ.get("SLURM_JOB_NODELIST_HET_GROUP_0")))
     finally:
         if os.environ.get("SLURM_PROCID", "0") == "0":
             write_result(output, code)
     return code
+
+
+def _run(arguments: list[str]) -> int:
+    """`flashrl ARGUMENTS`, its exit code as a shell gives it; SIGTERM is the child's to answer, by a checkpoint."""
+    child = subprocess.Popen(["flashrl", *arguments])
+    before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    code = child.wait()
+    signal.signal(signal.SIGTERM, before)
+    return code if code >= 0 else 128 - code
 
 
 def serve(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +61,7 @@ def serve(arguments: Sequence[str] | None = None) -> int:
         servers = subprocess.Popen(["flashrl", *serve_arguments(block)])
     while (code := read_result(output)) is None:
         if servers is not None and servers.poll() is not None:
-            return servers.returncode or 1
+            return abs(servers.returncode) or 1
         time.sleep(POLL_SECONDS)
     if servers is not None:
         servers.terminate()
