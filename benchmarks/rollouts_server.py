@@ -39,7 +39,7 @@ model: {{path: {folder}/model, context_length: 1024, precision: fp32}}
 environment: {{name: key_value_store}}
 rollout: {{engine: vllm, batch_size: 64}}
 """
-REQUESTS, TOKENS, ROUNDS = 64, 64, 24
+REQUESTS, TOKENS, ROUNDS = 64, 64, 12
 REFITS = 7
 
 
@@ -82,7 +82,10 @@ async def overhead(folder: Path) -> None:
     prompts = [[n + 1, 2 * n + 1, *range(3, 35)] for n in range(REQUESTS)]
     samplings = [Sampling(max_tokens=TOKENS, seed=n) for n in range(REQUESTS)]
     dialect = VLLMDialect(vocab_size)
-    async with serving(folder) as url, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with (
+        serving(folder) as url,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4)) as session,
+    ):
         engine = VLLMEngine([url], vocab_size)
 
         async def bare(n: int) -> list[int]:
@@ -95,17 +98,20 @@ async def overhead(folder: Path) -> None:
 
         ways: dict[str, Callable[[int], Awaitable[list[int]]]] = {"bare client": bare, "VLLMEngine": ours}
         rates: dict[str, list[float]] = {name: [] for name in ways}
+        cpu: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(ROUNDS + 1):
             answers = {}
             for name, ask in sorted(ways.items(), reverse=bool(number % 2)):
-                started = time.perf_counter()
+                started, busy = time.perf_counter(), time.process_time()
                 answers[name] = await asyncio.gather(*(ask(n) for n in range(REQUESTS)))
                 if number:  # the first round warms up
                     rates[name].append(REQUESTS * TOKENS / (time.perf_counter() - started))
+                    cpu[name].append((time.process_time() - busy) / REQUESTS)
             assert answers["bare client"] == answers["VLLMEngine"]
         await engine.close()
     ratios = [a / b - 1 for a, b in zip(rates["bare client"], rates["VLLMEngine"], strict=True)]
     report = {name: round(statistics.median(values)) for name, values in rates.items()}
+    report |= {f"{name}, client's CPU ms a request": round(1e3 * statistics.median(v), 2) for name, v in cpu.items()}
     quartiles = [f"{value:.1%}" for value in statistics.quantiles(ratios, n=4)]
     print(json.dumps(report | {"overhead by round, quartiles": quartiles}))
 
