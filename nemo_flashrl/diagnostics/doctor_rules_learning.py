@@ -91,7 +91,9 @@ def _loss_without_progress(run: RunRecord) -> str:
     name = "evaluation_success" if run.has("evaluation_success") else "success"
     success, loss, share = run.column(name), thirds(run.column("loss")), recent(run.column("action_token_share"))
     first, last = thirds(success)
-    flat = abs(last - first) < 0.03 and last < SOLVED
+    third = max(np.isfinite(success).sum() // 3, 1) * float(setting(run, "rollout.batch_size") or 64)
+    noise = 2 * np.sqrt(2 * last * (1 - last) / third)  # two standard errors of the difference
+    flat = abs(last - first) < max(0.03, noise) and last < SOLVED
     if not (long_enough(run) and flat and share < 0.1 and loss[1] < loss[0]):
         return ""
     return (

@@ -63,7 +63,7 @@ def _slow_refit(run: RunRecord) -> str:
 
 def _imbalance(run: RunRecord) -> str:
     share = recent(run.column("cost_imbalance"))
-    if not (long_enough(run) and share > 0.25):
+    if not (long_enough(run) and share > 0.15):
         return ""
     return f"cost_imbalance is {share:.2f} at {last_steps(run)}: ranks wait that share of a mean rank's work"
 

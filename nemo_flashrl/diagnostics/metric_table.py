@@ -86,7 +86,7 @@ _POLICY = (
     Metric("reference_distance", "", "norm of (policy - reference) weights / norm of the policy's"),
     Metric("reference_logprob", "nats", "of the reference per action token"),
     Metric("reference_entropy", "nats", "of the reference per action token"),
-    Metric("temperature", "", "of the sampler"),
+    Metric("temperature", "", "that the sampler divided logits by, mean over the batch"),
     Metric("group_size", "trajectories", "G: rollouts of one prompt"),
     _sum("policy_tokens", "tokens", "action tokens of the step", "policy_tokens"),
     _sum("retained_tokens", "tokens", "of these, tokens that enter the loss", "retained_tokens"),

@@ -1,0 +1,120 @@
+"""Each rule of the doctor fires on a run that has its fault, and none on a healthy one.
+
+The runs in tests/recordings were recorded with the fault in them, by record.py there. What a CPU cannot have (a full
+device, an allocator in pieces, no flash attention), what a run does not survive (a loss that is no number), and what
+this package does not do (padding above its promise, recomputation that is asked for and left out) is written by hand
+into the healthy run here.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl.cli import main
+from nemo_flashrl.diagnostics.doctor import RULES, as_text, examine
+from nemo_flashrl.diagnostics.json_lines import append_json_lines
+from nemo_flashrl.diagnostics.run_folder import RunRecord
+
+RUNS = Path(__file__).parent / "recordings"
+RECORDED = {  # rule -> the run in which it has to fire
+    "exploding_gradient": "reward_scale_jumps",
+    "advantage_jump": "reward_scale_jumps",
+    "kl_runs_away": "kl_grows",
+    "reference_too_far": "average_lags",
+    "reward_hacking": "reward_pays_for_calls",
+    "loss_without_progress": "noise_for_a_reward",
+    "few_unique_samples": "cold_groups",
+    "tied_groups": "groups_never_rewarded",
+    "equal_rewards": "one_turn",
+    "sampler_mismatch": "cold_sampler",
+    "gate_rejects_stale": "stale",
+    "gate_rejects_fresh": "delta_of_zero",
+    "clipped": "narrow_clip",
+    "extreme_ratios": "wrong_logprobs",
+    "too_old": "too_old",
+    "environment_errors": "environment_fails",
+    "cut_by_limits": "one_turn",
+    "trainer_waits": "slow_environment",
+    "rollouts_wait": "trainer_is_slow",
+    "imbalance": "few_for_two_ranks",
+    "slow_refit": "slow_refit",
+}
+WRITTEN = {  # rule -> (numbers of the last five steps, settings)
+    "not_finite": ({"gradient_norm": None}, {}),
+    "padding": ({"padding_share": 0.5}, {}),
+    "memory_full": ({"memory_peak_gib": 77.0, "memory_total_gib": 79.0}, {}),
+    "fragmentation": ({"memory_retries": 3.0}, {}),
+    "recompute_missing": ({"recompute_in_force": 0.0}, {"recompute": "full"}),
+    "flash_attention_missing": ({"flash_attention_in_force": 0.0}, {}),
+}
+
+
+def recorded(name: str) -> RunRecord:
+    with gzip.open(RUNS / f"{name}.jsonl.gz", "rt") as file:
+        first, *steps = map(json.loads, file)
+    return RunRecord(RUNS / name, steps, first["configuration"])
+
+
+def fired(run: RunRecord) -> dict[str, str]:
+    return {finding.rule.name: finding.evidence for finding in examine(run)}
+
+
+def test_every_rule_has_its_run() -> None:
+    assert sorted(rule.name for rule in RULES) == sorted([*RECORDED, *WRITTEN, "entropy_collapse"])
+
+
+@pytest.mark.parametrize("name", ["healthy", "healthy_grpo"])
+def test_none_fires_on_a_healthy_run(name: str) -> None:
+    assert fired(recorded(name)) == {}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_rule_fires_where_its_fault_is(name: str) -> None:
+    evidence = fired(recorded(RECORDED[name]))
+    assert name in evidence
+    assert any(character.isdigit() for character in evidence[name])
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_rule_fires_where_its_fault_is_written(name: str) -> None:
+    run, (numbers, model) = copy.deepcopy(recorded("healthy")), WRITTEN[name]
+    for step in run.steps[-5:]:
+        step.update(numbers)
+    run = RunRecord(run.folder, run.steps, {**run.configuration, "model": {**run.configuration["model"], **model}})
+    assert list(fired(run)) == [name]
+    if name not in ("fragmentation", "padding"):  # those look at means
+        assert "steps 76-80" in fired(run)[name]
+
+
+def test_entropy_collapse_fires_on_written_entropies() -> None:
+    """The rehearsal's policy begins with little entropy; here it is written into a run that never solves its task."""
+    run = copy.deepcopy(recorded("reward_pays_for_calls"))
+    for step in run.steps:
+        step["entropy"] = 0.5 if step["step"] <= 10 else 0.05
+    assert "entropy fell from 0.5 to 0.05 nats" in fired(run)["entropy_collapse"]
+
+
+def test_evidence_names_metric_and_steps() -> None:
+    text = as_text(recorded("reward_scale_jumps"), examine(recorded("reward_scale_jumps")))
+    assert "advantage_std goes from" in text
+    assert "at step 16" in text
+    assert "change    keep the reward's scale fixed" in text
+
+
+def test_the_command(tmp_path: Path, capsys) -> None:
+    for name, code, words in (("healthy", 0, "no rule fires"), ("one_turn", 1, "Many episodes end at a limit")):
+        folder = tmp_path / name
+        folder.mkdir()
+        append_json_lines(folder / "metrics.jsonl", recorded(name).steps)
+        assert main(["doctor", str(folder)]) == code
+        assert words in capsys.readouterr().out
+    assert main(["doctor", str(tmp_path)]) == 2
+
+
+def test_a_run_of_one_step_and_of_unknown_numbers_is_no_error(tmp_path: Path) -> None:
+    assert fired(RunRecord(tmp_path, [{"step": 1, "mine": "text", "loss": 0.5}], {})) == {}
