@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the whole path, small and real, on this machine's CPU",
         description="Learn a multi-turn tool-calling task with the real NeMo trainer and a real Megatron model.",
     )
+    rehearse.add_argument(
+        "--experiment", metavar="NAME", help="this one's own job instead, shrunk; its sizes replace those below"
+    )
     rehearse.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
     rehearse.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
     rehearse.add_argument("--cp", type=_positive, default=1, metavar="N", help="context-parallel size (default 1)")
@@ -109,6 +112,13 @@ def _train(options: argparse.Namespace) -> int:
 def _rehearse(options: argparse.Namespace) -> int:
     from nemo_flashrl.rehearsal.run import Rehearsal, default_output, rehearse
 
+    if options.experiment:
+        from nemo_flashrl.rehearsal.experiment import rehearse_experiment
+
+        output = options.output or default_output()
+        proved = rehearse_experiment(options.experiment, output, tuple(options.overrides), options.seed)
+        print(proved.text())
+        return 0 if proved.passed else 1
     summary = rehearse(
         Rehearsal(
             output=options.output or default_output(),

@@ -1,0 +1,86 @@
+"""`flashrl rehearse --experiment`: what shrinks, what stays, and one whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl.cli import main
+from nemo_flashrl.config import RunConfig, conf_folder, load
+from nemo_flashrl.diagnostics.json_lines import read_metrics
+from nemo_flashrl.rehearsal.small import byte_tokenizer, small_data_parallel, small_overrides
+
+NEEDED = ["output=x", "model.path=x"]
+NAMES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
+WITH_A_MODEL = [name for name in NAMES if load(name, NEEDED).model.hf_config]
+
+
+def small(name: str, group_size: int = 1, *overrides: str) -> RunConfig:
+    given = [*NEEDED, *overrides]
+    return load(name, [*given, *small_overrides(load(name, given), group_size)])
+
+
+def test_a_layout_of_eight_processes_is_kept() -> None:
+    """Tensor 2 of eight GPUs leaves four replicas; two of them show what several do."""
+    job = small("alfworld_50_turns")
+    full = load("alfworld_50_turns", NEEDED)
+    assert job.parallel == full.parallel
+    assert small_data_parallel(full) == 2
+    assert job.rollout.batch_size == 8  # 2 replicas x 4
+    assert job.rollout.max_in_flight == 12  # 96 / 64 of the batch, as there
+    assert job.rollout.mode == full.rollout.mode == "in_flight"
+    assert job.rollout.max_staleness == full.rollout.max_staleness
+    assert job.algorithm == full.algorithm
+    assert job.environment == full.environment
+    assert job.model.recompute == full.model.recompute == "full"
+
+
+def test_a_larger_layout_keeps_each_kind() -> None:
+    """8 x 4 processes become 2 x 2, with the sequence still split over the tensor ranks."""
+    job = small("llama3_70b")
+    assert (job.parallel.tensor, job.parallel.pipeline, job.parallel.context) == (2, 2, 1)
+    assert job.parallel.sequence
+    assert small_data_parallel(load("llama3_70b", NEEDED)) == 1  # 32 GPUs are one replica
+
+
+def test_groups_stay_whole() -> None:
+    assert small("math_r1_distill_1_5b", 6).rollout.batch_size == 12  # 8 trajectories are no whole number of groups
+
+
+@pytest.mark.parametrize("name", WITH_A_MODEL)
+def test_every_experiment_with_a_model_shrinks(name: str) -> None:
+    """Valid and small, and an episode fits its context."""
+    job = small(name)
+    assert job.rollout.batch_size <= 16
+    assert job.model.context_length <= 2048
+    assert job.batching.max_tokens_per_microbatch >= job.model.context_length
+    assert job.rollout.max_turns * job.rollout.max_tokens_per_turn < job.model.context_length
+
+
+def test_any_text_is_tokens_and_back() -> None:
+    tokenizer = byte_tokenizer(64)
+    text = "def f(x):\n    return 'ß→' # 1"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len(text.encode())
+
+
+def test_without_a_model_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    assert main(["rehearse", "--experiment", "python_tool", "--output", str(output)]) == 2
+    assert "model.hf_config" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "out"
+    command = ["rehearse", "--experiment", "math_qwen2_5_1_5b", "--output", str(output), "cluster.gpus_per_node=1"]
+    assert main(command) == 0, capsys.readouterr()
+    page = capsys.readouterr().out
+    assert "ok  the job runs in this topology and takes every step (3 updates of 4 trajectories in 1 processes)" in page
+    assert "NOT" not in page
+    assert "only the cluster can prove" in page
+    assert [step["step"] for step in read_metrics(output / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert main(command) == 2  # never overwritten
+    assert "exists" in capsys.readouterr().err
