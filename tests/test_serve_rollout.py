@@ -85,6 +85,16 @@ def test_dead_server_is_started_again(serving: Serving) -> None:
         assert answer.status == 200
 
 
+def test_server_that_dies_again_and_again_is_an_error(serving: Serving) -> None:
+    for death in (1, 2, 3):
+        os.kill(serving.servers()[-1], signal.SIGKILL)
+        if death < 3:
+            serving.says("is ready", 2 + death)
+    assert serving.process.wait(LONG) == 1
+    assert "ended with exit code -9 soon after it answered, 3 times in a row" in serving.log.read_text()
+    assert all(is_free(port) for port in serving.ports)
+
+
 def test_ends_with_the_process_it_follows(tmp_path: Path) -> None:
     trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     serving = Serving(tmp_path / "log", follow=trainer.pid)

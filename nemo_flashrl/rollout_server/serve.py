@@ -27,6 +27,8 @@ from nemo_flashrl.config import RunConfig
 
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.5
+# A server that dies this soon after it answers, so often in a row, would die for ever.
+EARLY_SECONDS, MOST_EARLY_DEATHS = 120.0, 3
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
 # No telemetry, no hub: weights come from the trainer. The routes for new weights are in vLLM's development mode.
@@ -57,6 +59,8 @@ class _Server:
     environment: Mapping[str, str]
     process: subprocess.Popen | None = None
     ready: bool = False
+    ready_at: float = 0.0
+    early_deaths: int = 0  # in a row
 
     def start(self) -> None:
         self.ready = False
@@ -93,7 +97,7 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
 
     Raises:
         ValueError: vLLM is not here, a port is taken, or the configuration names no port.
-        RuntimeError: a server ended before it answered, or did not answer in time.
+        RuntimeError: a server ended before it answered or soon after it again and again, or did not answer in time.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(f"vLLM is not installed for {sys.executable}: run this from the environment that holds it")
@@ -176,12 +180,19 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
                     raise RuntimeError(
                         f"the server on port {server.port} ended with exit code {code} before it answered"
                     )
+                early = time.monotonic() - server.ready_at < EARLY_SECONDS
+                server.early_deaths = server.early_deaths + 1 if early else 0
+                if server.early_deaths == MOST_EARLY_DEATHS:
+                    raise RuntimeError(
+                        f"the server on port {server.port} ended with exit code {code} soon after it answered, "
+                        f"{MOST_EARLY_DEATHS} times in a row: its own log says why"
+                    )
                 _say(f"the server on port {server.port} ended with exit code {code} and is started again")
                 _end([server])  # its workers may live on
                 server.start()
                 deadline = time.monotonic() + options.timeout
             elif not server.ready and _answers(options.host, server.port):
-                server.ready = True
+                server.ready, server.ready_at = True, time.monotonic()
                 _say(f"http://{options.host}:{server.port} is ready")
             elif not server.ready and time.monotonic() > deadline:
                 raise RuntimeError(f"the server on port {server.port} did not answer in {options.timeout:g} s")
