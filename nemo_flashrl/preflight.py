@@ -66,6 +66,11 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
             f"rollout.batch_size={config.rollout.batch_size}: must be a multiple of the algorithm's "
             f"group_size ({algorithm.group_size})"
         )
+    if config.rollout.tied_group_replacements and algorithm.group_size == 1:
+        raise ValueError(
+            f"rollout.tied_group_replacements={config.rollout.tied_group_replacements}: "
+            f"{config.algorithm.name} has no groups; set 0"
+        )
     algorithm = with_reference(config, algorithm)
     if config.rollout.summarizer:
         _load(load_function, config.rollout.summarizer, "rollout.summarizer")

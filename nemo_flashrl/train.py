@@ -138,6 +138,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         max_in_flight=rollout.max_in_flight or rollout.batch_size,
         streaming=rollout.mode != "sync",
         max_staleness=rollout.max_staleness,
+        tied_group_replacements=rollout.tied_group_replacements,
         seed=config.trainer.seed,
     )
     return RolloutDriver(engine, collector, lag=rollout.lag)
@@ -205,7 +206,6 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
         refit,
         parts.tokenizer,
         log_trajectories=config.trainer.log_trajectories,
-        constants={"temperature": config.rollout.temperature},
     )
     saving, stop = config.checkpoint, driver.stop_collecting if driver else None
     checkpoint = RunCheckpoint(parts.folder, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop)

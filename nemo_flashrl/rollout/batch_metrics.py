@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nemo_flashrl.records import Trajectory
 
 AGES = (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_up", 8, None))  # policy versions
-DROPS = ("too_old", "empty")
+DROPS = ("too_old", "empty", "tied")
 ENDS = ("done", "turn_limit", "token_limit", "environment_error")  # always there; others when they occur
 
 
@@ -18,6 +18,7 @@ def rollout_metrics(
     """Numbers of one batch that is trained at `policy_version`; `episodes_*` count the dropped ones too."""
     actions = sum(t.action_count for t in trajectories)
     return {
+        **_temperature(trajectories),
         "turns": sum(t.turns for t in trajectories) / len(trajectories),
         "action_token_share": actions / sum(len(t.token_ids) for t in trajectories),
         "observations_truncated": float(sum(t.info.get("observations_truncated", 0) for t in trajectories)),
@@ -25,6 +26,11 @@ def rollout_metrics(
         **{f"dropped_{reason}": float(dropped[reason]) for reason in DROPS},
         **{f"episodes_{reason}": float(ends[reason]) for reason in sorted({*ENDS, *ends})},
     }
+
+
+def _temperature(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    known = [t.temperature for t in trajectories if t.temperature is not None]
+    return {"temperature": sum(known) / len(known)} if known else {}
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:

@@ -16,17 +16,20 @@ What runs by then may end, so at most B + G * max_in_flight trajectories are eve
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from nemo_flashrl.algorithms.group_size import GroupSize
 from nemo_flashrl.environments.environment import Environment
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
 from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.engine import Engine
-from nemo_flashrl.rollout.prompts import PromptStream
+from nemo_flashrl.rollout.prompts import PromptSource
 from nemo_flashrl.rollout.waiting import PlaceClock
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
@@ -49,7 +52,7 @@ class Collector:
         make_environment: Callable[[], Environment],
         tasks: Sequence[Any],
         tokenizer: Any,
-        prompts: PromptStream,
+        prompts: PromptSource,
         limits: Limits,
         sampling: Sampling,
         *,
@@ -58,9 +61,13 @@ class Collector:
         max_in_flight: int,
         streaming: bool = False,
         max_staleness: int | None = None,
+        tied_group_replacements: int = 0,
         seed: int = 0,
+        temperature: Callable[[int], float] | None = None,
+        group_sizes: GroupSize | None = None,
     ) -> None:
-        """
+        """`temperature` (of the policy version) goes before that of `sampling`; `group_sizes` moves `group_size`.
+
         Raises:
             ValueError: `batch_size` is no multiple of `group_size`, or a size below 1 (`max_staleness`: 0).
         """
@@ -73,9 +80,11 @@ class Collector:
         self.sampling = sampling
         self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
         self._codec, self._prompts, self._limits = Codec(tokenizer), prompts, limits
+        self._temperature, self._group_sizes = temperature, group_sizes
         self._batch_size, self._group_size = batch_size, group_size
         self._max_in_flight, self._streaming = max_in_flight, streaming
         self._max_staleness, self._seed = max_staleness, seed
+        self._replacements = tied_group_replacements
         self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
         self._running: set[asyncio.Task] = set()
         self._partial: dict[int, dict[int, Trajectory]] = {}  # prompt index -> sample -> ended trajectory
@@ -92,7 +101,8 @@ class Collector:
         """The next batch, ordered by prompt index and sample number, for a trainer that is at `policy_version`.
 
         A group with a trajectory older than `policy_version - max_staleness`, or without an action token, is dropped
-        and counted; its prompt is spent.
+        and counted; its prompt is spent. So are the first `tied_group_replacements` groups whose rewards are all equal:
+        others are played in their place (DAPO's dynamic sampling, Yu et al. 2025, with a bound).
 
         Raises:
             RuntimeError: every group of several batches' worth was dropped, or the collector is closed.
@@ -101,6 +111,8 @@ class Collector:
         """
         if self._closed:
             raise RuntimeError("the collector is closed")
+        if self._temperature is not None:
+            self.sampling = replace(self.sampling, temperature=self._temperature(policy_version))
         dropped: Counter[str] = Counter()
         ends: Counter[str] = Counter()
         self._collecting = True
@@ -120,9 +132,16 @@ class Collector:
 
     def trained(self, batch: Batch) -> None:
         """The weights hold what `batch` teaches: its prompts do not come again after a resume."""
-        for prompt_index in {t.prompt_index for t in batch.trajectories}:
-            self._prompts.finish(prompt_index)
+        groups: dict[int, Group] = {}
+        for trajectory in batch.trajectories:
+            groups.setdefault(trajectory.prompt_index, []).append(trajectory)
+        self._prompts.trained({i: sum(not t.failed for t in group) / len(group) for i, group in groups.items()})
         self._totals["trajectories_trained"] += len(batch.trajectories)
+        if self._group_sizes is not None:
+            assert not (self._running or self._waiting or self._ready), "a group is under way while its size changes"
+            deviations = [statistics.pstdev([t.reward for t in group]) for group in groups.values()]
+            self._group_sizes.after_step(statistics.fmean(deviations))
+            self._group_size = self._group_sizes.value
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and lists: `prompts`, the stream's position, and `totals`, counts of the whole run.
@@ -130,13 +149,17 @@ class Collector:
         A prompt is finished when its batch was trained or its trajectories were dropped. All others that were handed
         out count as unfinished (in flight, waiting, in a batch that is not trained yet) and come first after a resume.
         """
-        return {"prompts": self._prompts.state_dict(), "totals": dict(self._totals)}
+        sizes = {} if self._group_sizes is None else {"group_sizes": self._group_sizes.state_dict()}
+        return {"prompts": self._prompts.state_dict(), "totals": dict(self._totals), **sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before the first `collect`."""
         assert not (self._running or self._waiting or self._partial or self._ready), "the collector has begun already"
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
+        if self._group_sizes is not None and "group_sizes" in state:
+            self._group_sizes.load_state_dict(state["group_sizes"])
+            self._group_size = self._group_sizes.value
 
     def _state_metrics(self) -> dict[str, float]:
         """Times since the last batch, and what is under way now."""
@@ -145,6 +168,7 @@ class Collector:
         sampled, self._sampled = self._sampled, 0
         return {
             **times,
+            **self._prompts.metrics(),
             "rollout_tokens_per_second": sampled / max(elapsed if self._streaming else times["rollout_seconds"], 1e-9),
             "episodes_in_flight": float(len(self._running)),
             "queue_depth": float(self._count_ended()),
@@ -183,7 +207,7 @@ class Collector:
         while self._ready and len(self._chosen) * self._group_size < self._batch_size:
             group = self._ready.popleft()
             ends.update(trajectory.end_reason for trajectory in group)
-            reason = self._reason_to_drop(group, policy_version)
+            reason = self._reason_to_drop(group, policy_version, dropped)
             if reason is None:
                 self._chosen.append(group)
                 continue
@@ -191,7 +215,7 @@ class Collector:
             self._totals[f"trajectories_dropped_{reason}"] += len(group)
             self._prompts.finish(group[0].prompt_index)
             # A sound run drops at most what was finished when the policy moved on; more in a row never ends.
-            at_most = self._group_size * self._max_in_flight + 4 * self._batch_size
+            at_most = self._group_size * (self._max_in_flight + self._replacements) + 4 * self._batch_size
             if not self._chosen and dropped.total() > at_most:
                 error = next((t.info["error"] for t in group if "error" in t.info), None)
                 raise RuntimeError(
@@ -200,12 +224,15 @@ class Collector:
                 )
         return len(self._chosen) * self._group_size < self._batch_size
 
-    def _reason_to_drop(self, group: Group, policy_version: int) -> str | None:
+    def _reason_to_drop(self, group: Group, policy_version: int, dropped: Counter[str]) -> str | None:
         if not all(trajectory.action_count for trajectory in group):
             return "empty"
         oldest = min(trajectory.oldest_version for trajectory in group)
         if self._max_staleness is not None and oldest < policy_version - self._max_staleness:
             return "too_old"
+        tied = self._group_size > 1 and len({trajectory.reward for trajectory in group}) == 1
+        if tied and dropped["tied"] < self._replacements * self._group_size:
+            return "tied"
         return None
 
     def _fill(self) -> None:

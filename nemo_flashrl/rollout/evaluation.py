@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +23,25 @@ async def evaluate(
     limits: Limits,
     sampling: Sampling,
     *,
+    samples: int = 1,
     seed: int = 0,
 ) -> list[Trajectory]:
-    """One episode of each task, all at once; in the order of `tasks`."""
+    """`samples` episodes of each task, all at once; in the order of `tasks`, those of a task together."""
     codec = Codec(tokenizer)
     episodes = [
-        run_episode(engine, make_environment(), task, codec, limits, sampling, prompt_index=index, seed=seed)
+        run_episode(
+            engine,
+            make_environment(),
+            task,
+            codec,
+            limits,
+            sampling,
+            prompt_index=index,
+            sample=sample,
+            seed=seed,
+        )
         for index, task in enumerate(tasks)
+        for sample in range(samples)
     ]
     return list(await asyncio.gather(*episodes))
 
@@ -35,3 +49,19 @@ async def evaluate(
 def success_rate(trajectories: Sequence[Trajectory]) -> float:
     """Share of episodes that the environment calls solved."""
     return sum(not t.failed for t in trajectories) / len(trajectories)
+
+
+def pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
+    """How likely one of k samples of a task solves it, mean over tasks: 1 - C(n - c, k) / C(n, k), c of n solved.
+
+    Unbiased (Chen et al. 2021), where 1 - (1 - c / n)^k is not; with k = 1 it is the mean success of a task.
+
+    Raises:
+        ValueError: a task has fewer than k samples.
+    """
+    counts = Counter(t.prompt_index for t in trajectories)
+    if not 1 <= k <= min(counts.values(), default=0):
+        raise ValueError(f"k={k}: must be from 1 to the {min(counts.values(), default=0)} samples of a task")
+    solved = Counter(t.prompt_index for t in trajectories if not t.failed)
+    missed = [math.comb(n - solved[task], k) / math.comb(n, k) for task, n in counts.items()]
+    return 1 - sum(missed) / len(missed)
