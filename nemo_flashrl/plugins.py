@@ -33,8 +33,9 @@ def available(package: str) -> dict[str, str]:
     """The bare names that `package` offers, sorted, each with its class's name.
 
     The class is the module's name in CamelCase, in whatever case its acronyms have (`vllm_engine`: `VLLMEngine`).
-    A protocol does not count: it is what the plug-ins of a folder satisfy. Sources are parsed, not imported, so
-    that a plug-in whose dependencies are missing neither fails nor hides the others.
+    A plug-in declares `Settings`, or inherits them; what does neither helps the plug-ins of the folder. A protocol does
+    not count: it is what they satisfy. Sources are parsed, not imported, so that a plug-in whose dependencies are
+    missing neither fails nor hides the others.
     """
     classes: dict[str, ast.ClassDef] = {}
     for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -43,12 +44,15 @@ def available(package: str) -> dict[str, str]:
         for node in ast.parse(source, filename=spec.origin or found.name).body:
             if isinstance(node, ast.ClassDef) and node.name.lower() == found.name.replace("_", "").lower():
                 classes[found.name] = node
-    classes = {name: node.name for name, node in classes.items() if not _is_protocol(node)}
+    classes = {name: node.name for name, node in classes.items() if _is_plugin(node)}
     return dict(sorted(classes.items()))
 
 
-def _is_protocol(node: ast.ClassDef) -> bool:
-    return any(ast.unparse(base).split("[")[0].endswith("Protocol") for base in node.bases)
+def _is_plugin(node: ast.ClassDef) -> bool:
+    if any(ast.unparse(base).split("[")[0].endswith("Protocol") for base in node.bases):
+        return False
+    targets = [target for part in node.body if isinstance(part, ast.Assign) for target in part.targets]
+    return bool(node.bases) or any(isinstance(target, ast.Name) and target.id == "Settings" for target in targets)
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -16,9 +16,10 @@ from nemo_flashrl.plugins import available, load_class, load_function
 SOURCES = {
     "__init__": "",
     "engine": "from typing import Protocol\nclass Engine(Protocol[int]):\n    pass\n",
-    "two_words": "class Helper:\n    pass\nclass TwoWords:\n    pass\n",
-    "vllm_engine": "class VLLMEngine:\n    pass\n",
-    "heavy": "import a_package_nobody_has\nclass Heavy:\n    pass\n",
+    "two_words": "class Helper:\n    pass\nclass TwoWords:\n    Settings = dict\n",
+    "vllm_engine": "from .two_words import TwoWords\nclass VLLMEngine(TwoWords):\n    pass\n",
+    "heavy": "import a_package_nobody_has\nclass Heavy:\n    Settings = dict\n",
+    "schedule": "class Schedule:\n    pass\n",
     "imported": "from folder_of_plugins.two_words import TwoWords as Imported\n",
     "helpers": "def helpers():\n    pass\n",
 }
@@ -41,7 +42,7 @@ def test_algorithms_by_bare_name_and_dotted_path():
     assert algorithms.load("flash_reinforce") is FlashReinforce
     assert algorithms.load("grpo") is Grpo
     assert algorithms.load("nemo_flashrl.algorithms.grpo.Grpo") is Grpo
-    # The protocol, in algorithm.py, is no algorithm; checks and sums, in tokens.py, are none either.
+    # The protocol, in algorithm.py, is no algorithm; sums, in tokens.py, and `Credit`, in credit.py, are none either.
     assert list(available("nemo_flashrl.algorithms")) == ["flash_reinforce", "grpo"]
 
 
