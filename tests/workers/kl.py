@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import lightning.pytorch as pl
+from doubles import text_tokenizer
 
 from nemo_flashrl import preflight
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
@@ -40,7 +41,7 @@ def main(reference: Path, policy: Path, trajectories: Path, out: Path, vocab_siz
         [f"output={out.parent / 'unused'}", f"model.path={reference}", "algorithm=grpo", "trainer.steps=1", *overrides],
     )
     algorithm = preflight.with_reference(config, Grpo(GrpoSettings(group_size=4)))
-    parts = preflight.Parts(algorithm, object, None, [], None, vocab_size, data_parallel=1)
+    parts = preflight.Parts(algorithm, object, None, [], text_tokenizer(), vocab_size, data_parallel=1)
     driver = Driver(trajectories) if os.environ["RANK"] == "0" else None
     callbacks = [*build_reference(config, parts), OtherPolicy(policy, vocab_size), CaptureAll(out, vocab_size)]
     trainer = build_trainer(config, callbacks)
