@@ -53,6 +53,7 @@ BAD = {  # overrides -> what the line says
     "parallel sizes that do not fit the processes": (["parallel.tensor=2"], ["parallel.tensor=2", "1 processes"]),
     "context ranks that do not fit": (["parallel.context=2"], ["parallel.context=2", "1 processes", "multiple of 2"]),
     "a cluster that is not this job": (["cluster.gpus_per_node=8"], ["gpus_per_node=8", "8 processes", "has 1"]),
+    "evaluation on the tasks of training": (["evaluation.every_steps=5"], ["evaluation.settings={}", "seed"]),
     "missing checkpoint": (["model.path=/nowhere"], ["model.path", "/nowhere"]),
     "environment that does not import": (["environment.name=no_such.module.Env"], ["environment.name", "no_such"]),
     "empty prompt set": (["environment.settings.num_tasks=0"], ["environment.name", "no tasks"]),

@@ -57,6 +57,22 @@ def test_parallel_sizes_do_not_change_the_run(warm_start: Path, tmp_path: Path, 
     assert together[1]["logprob_difference_max"] < 1e-4  # the refit gave the sampler the trainer's weights
 
 
+def test_evaluation_leaves_training_alone(warm_start: Path, tmp_path: Path) -> None:
+    """Two pipeline stages; the sampler serves the reference in between, and the policy again when training goes on."""
+    reference = ("parallel.pipeline=2", "trainer.steps=3", "reference.mode=frozen", "reference.evaluate=true")
+    played = ("evaluation.every_steps=2", "evaluation.settings.seed=99", "evaluation.tasks=16", "evaluation.samples=2")
+    plain = train(tmp_path / "plain", warm_start, 2, *reference)
+    evaluated = train(tmp_path / "evaluated", warm_start, 2, *reference, *played)
+    found = [{k: v for k, v in step.items() if "evaluation_" in k} for step in evaluated]
+    assert found[0] == {}
+    assert {f"{who}evaluation_{what}" for who in ("", "reference_") for what in ("success", "reward", "pass_at_2")} == {
+        *found[1]
+    }
+    before = "reference_evaluation_success"
+    assert found[1][before] == found[2][before]  # frozen: the same weights, tasks and seeds
+    assert [{k: v for k, v in step.items() if k not in found[1]} for step in evaluated] == plain
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_lag_trains_on_older_batches(tmp_path: Path, tied: bool) -> None:
     """Lag 2: updates 1, 2, 3 train on batches of version 0, update 4 on one of version 1."""

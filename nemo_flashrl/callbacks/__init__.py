@@ -7,6 +7,7 @@ from typing import Any
 
 _HOMES = {
     "EMAReferenceCallback": "ema_reference",
+    "EvaluationCallback": "evaluation",
     "KLPenaltyCallback": "kl_penalty",
     "PassAgreementCallback": "pass_agreement",
     "RLMetricsCallback": "rl_metrics",

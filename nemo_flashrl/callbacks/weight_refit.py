@@ -30,15 +30,16 @@ class WeightRefitCallback(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The sampler starts from the trainer's weights, whatever it was loaded with."""
-        self._refit(trainer, pl_module)
+        self.hand_over(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The policy version is the number of optimizer steps that made it."""
         if self.driver is not None:
             self.driver.trained()
-        self._refit(trainer, pl_module)
+        self.hand_over(trainer, pl_module)
 
-    def _refit(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def hand_over(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The module's weights of this moment, to the sampler. A collective over all ranks."""
         started = time.perf_counter()
         probe = weight_probe(trainer.strategy.megatron_parallel, self.vocab_size) if self.probed else None
         stream = stream_hf_tensors(unwrap(pl_module), self.vocab_size)
@@ -47,8 +48,6 @@ class WeightRefitCallback(pl.Callback):
                 weights = stream if probe is None else ProbedWeights(stream, probe)
                 self.driver.load_weights(weights, trainer.global_step)
         finally:
-            for (
-                _
-            ) in stream:  # every rank walks to the end: a loader that failed half-way must not leave the others waiting
+            for _ in stream:  # every rank walks to the end: a loader that failed must not leave the others waiting
                 pass
         self.seconds = time.perf_counter() - started

@@ -47,6 +47,8 @@ _LEARNING = (
     Metric("reward_histogram", "trajectories", "counts of rewards between edges"),
     Metric("success", "share", "trajectories that the environment calls solved"),
     Metric("evaluation_success", "share", "success on held-out tasks, on the steps that evaluate"),
+    Metric("evaluation_*", "", "on held-out tasks: mean reward, and the share of tasks that one of k samples solves"),
+    Metric("reference_evaluation_*", "", "the same for the reference policy"),
     Metric("advantage_std", "reward", "of the advantages that weigh the loss, over the batch"),
     Metric("group_reward_std", "reward", "standard deviation of rewards inside a group, mean over groups"),
     Metric("group_advantage_std", "", "standard deviation of advantages inside a group, mean over groups"),
