@@ -141,7 +141,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         tied_group_replacements=rollout.tied_group_replacements,
         seed=config.trainer.seed,
     )
-    return RolloutDriver(engine, collector, lag=rollout.lag)
+    return RolloutDriver(engine, collector, lag=rollout.lag, uses=rollout.uses)
 
 
 def episode_limits(config: RunConfig) -> Limits:

@@ -29,11 +29,13 @@ def start() -> Iterator[Callable[..., RolloutDriver]]:
     """Drivers of batches of four that are closed whatever happens, and leave no thread."""
     drivers = []
 
-    def start(engine: Any = None, make_environment: Any = None, *, lag: int = 0, **settings: Any) -> RolloutDriver:
+    def start(
+        engine: Any = None, make_environment: Any = None, *, lag: int = 0, uses: int = 1, **settings: Any
+    ) -> RolloutDriver:
         engine = engine or ScriptedEngine(GET)
         make_environment = make_environment or (lambda: ScriptedEnvironment([DONE]))
         settings = {"batch_size": 4, "max_in_flight": 4, **settings}
-        drivers.append(RolloutDriver(engine, collector(engine, make_environment, **settings), lag=lag))
+        drivers.append(RolloutDriver(engine, collector(engine, make_environment, **settings), lag=lag, uses=uses))
         return drivers[-1]
 
     yield start
@@ -47,6 +49,23 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_a_batch_is_used_as_often_as_asked(start) -> None:
+    """Three steps on each batch: ages 0, 1, 2; its prompts are done with the last. Drops and ends are counted once."""
+    driver, seen = start(uses=3), []
+    for version in range(5):
+        driver.load_weights([], version)
+        batch = driver.collect(version)
+        assert batch.policy_version == version
+        seen.append((*numbers(batch), batch.metrics["staleness_max"], batch.metrics["episodes_done"]))
+        if version == 2:
+            assert driver.state_dict()["prompts"]["unfinished"] == [0, 1, 2, 3]
+        driver.trained()
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert seen == [(*first, 0, 4), (*first, 1, 0), (*first, 2, 0), (*second, 0, 4), (*second, 1, 0)]
+    state = driver.state_dict()
+    assert (state["prompts"]["unfinished"], state["totals"]) == ([4, 5, 6, 7], {"trajectories_trained": 4})
 
 
 @pytest.mark.parametrize("lag", [0, 2])

@@ -29,7 +29,7 @@ from nemo_flashrl.data.credit import TrajectoryCredit, token_advantages
 from nemo_flashrl.data.length_batcher import LengthBatcher
 from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
 from nemo_flashrl.data.scatter import scatter, stage_share
-from nemo_flashrl.records import Batch
+from nemo_flashrl.records import Batch, Trajectory
 from nemo_flashrl.rollout.collector import CollectionStopped
 
 Microbatch = dict[str, Tensor]
@@ -107,6 +107,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.data_sampler = StepSampler()
         self.last_step: RankStep | None = None  # what the metrics callback reads
         self._seats: list[Seat] = []  # of all global ranks
+        self._trajectories: tuple[Trajectory, ...] | None = None  # of the last step: a batch may be used again
         self._saved = dict(saved or {})
         if hasattr(algorithm, "state_dict"):
             self._saved["algorithm"] = algorithm
@@ -152,6 +153,9 @@ class RolloutDataModule(pl.LightningDataModule):
         started = time.perf_counter()
         batch = self.collect(version)
         waited = time.perf_counter() - started
+        if hasattr(self.algorithm, "next_batch") and batch.trajectories is not self._trajectories:
+            self.algorithm.next_batch()
+        self._trajectories = batch.trajectories
         steps = plan_steps(
             batch,
             self.algorithm,
@@ -182,8 +186,6 @@ def plan_steps(
     kept = [i for i, length in enumerate(plan.lengths) if length]
     whole = [truncate(batch.trajectories[i], plan.lengths[i]) for i in kept]
     trajectories = {i: credit.trained_tokens(own) for i, own in zip(kept, whole, strict=True)}
-    if hasattr(algorithm, "next_batch"):
-        algorithm.next_batch()
     outcomes, counts = credit.outcomes(whole, list(trajectories.values()), step=batch.policy_version)
     place = {i: row for row, i in enumerate(kept)}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from nemo_flashrl.records import Batch
-from nemo_flashrl.rollout.batch_metrics import staleness_metrics
+from nemo_flashrl.rollout.batch_metrics import rollout_metrics, staleness_metrics
 from nemo_flashrl.rollout.handover import Handover
 
 if TYPE_CHECKING:
@@ -42,12 +42,14 @@ class RolloutDriver:
         collector: makes batches with it.
         lag: batches collected ahead of the one in training, with the weights of that moment; for a collector that does
             not stream. 0 trains on what was just sampled.
+        uses: optimizer steps on each batch. From the second on it is older than the policy, as its staleness says.
     """
 
-    def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0) -> None:
+    def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0, uses: int = 1) -> None:
         self.engine = engine
         self.collector = collector
-        self._lag = lag
+        self._lag, self._uses = lag, uses
+        self._uses_left = 0  # of the batch in training
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
         self._loop = asyncio.new_event_loop()
@@ -65,6 +67,9 @@ class RolloutDriver:
             ValueError: every episode of the batch ended in an error of the environment: it is broken, not unlucky.
             Whatever an engine, an episode or the collector raised since the last call.
         """
+        if self._uses_left:
+            assert self._in_training is not None
+            return self._handed_over(self._in_training, policy_version, again=True)
         while len(self._ahead) <= self._lag:
             batch = self._call(self.collector.collect(policy_version))
             if all(t.end_reason == "environment_error" for t in batch.trajectories):
@@ -73,12 +78,24 @@ class RolloutDriver:
                     f"environment: all {len(batch.trajectories)} episodes of a batch failed; the first: {error}"
                 )
             self._ahead.append(batch)
-        batch = self._ahead.popleft()
-        if batch.policy_version != policy_version:  # it has aged
+        self._uses_left = self._uses
+        return self._handed_over(self._ahead.popleft(), policy_version)
+
+    def _handed_over(self, batch: Batch, policy_version: int, again: bool = False) -> Batch:
+        if again:  # its drops and ends were counted the first time
+            news = rollout_metrics(batch.trajectories, policy_version, Counter(), Counter())
+            counted = {name for name in batch.metrics if name.startswith(("dropped_", "episodes_"))}
+            metrics = {name: value for name, value in batch.metrics.items() if name not in counted} | news
+            batch = replace(batch, policy_version=policy_version, metrics=metrics)
+        elif batch.policy_version != policy_version:  # it has aged
             ages = staleness_metrics(batch.trajectories, policy_version)
             batch = replace(batch, policy_version=policy_version, metrics=batch.metrics | ages)
         self._in_training = batch
         return batch
+
+    def use(self, play: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        """What `play` answers, run on the loop with the engine, beside whatever else is in flight."""
+        return self._call(play(self.engine))
 
     def stop_collecting(self) -> None:
         """Let `collect` raise CollectionStopped, at once and from now on; may be called in a signal handler."""
@@ -86,8 +103,11 @@ class RolloutDriver:
             self._loop.call_soon_threadsafe(self.collector.stop)
 
     def trained(self) -> None:
-        """The optimizer step on the batch that `collect` returned last is done: its prompts are finished for good."""
+        """The step on the batch that `collect` returned last is done; with its last use, its prompts are too."""
         assert self._in_training is not None, "no batch is in training"
+        self._uses_left -= 1
+        if self._uses_left:
+            return
         self._call(_soon(self.collector.trained, self._in_training))
         self._in_training = None
 
@@ -95,7 +115,7 @@ class RolloutDriver:
         """What a resumed run needs, plain numbers, strings and lists; may be taken at any time.
 
         It belongs to the weights of the last step that was reported by `trained`. Prompts of episodes in flight, of
-        batches collected ahead and of a batch still in training are `unfinished`: they are sampled anew after a resume.
+        batches collected ahead and of a batch with uses left are `unfinished`: they are sampled anew after a resume.
         """
         return self._call(_soon(self.collector.state_dict))
 
