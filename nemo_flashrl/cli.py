@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train by a configuration file; start it under torchrun for several processes",
         description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
-        "The same command with the same output goes on from the run's newest checkpoint; exit code 75 asks for that.",
+        "The same command with the same output goes on from the run's newest checkpoint; exit code 75 asks for that.\n"
+        "Exit code 3: a limit under `monitors` has ended the run, with a checkpoint.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
@@ -95,7 +96,7 @@ def _train(options: argparse.Namespace) -> int:
     adopt_tasks()
     for name, value in settings.cluster.environment.items():  # before torch is imported, which reads some of them
         os.environ.setdefault(name, value)
-    from nemo_flashrl.resume import EXIT_PREEMPTED, Preempted
+    from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, Preempted, StoppedByMonitor
     from nemo_flashrl.train import train
 
     try:
@@ -104,6 +105,10 @@ def _train(options: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}; the same command goes on from there", file=sys.stderr)
         return EXIT_PREEMPTED
+    except StoppedByMonitor as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"flashrl train: {stop}", file=sys.stderr)
+        return EXIT_MONITOR
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")
     return 0

@@ -24,6 +24,7 @@ from nemo_flashrl.data.length_batcher import usable_context
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.setup import held_out, moving_group_size, temperature_schedule
 from nemo_flashrl.rollout.vllm_engine import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
 from nemo_flashrl.weights.hf_tensors import HfTensors
 
@@ -71,6 +72,9 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
             f"rollout.tied_group_replacements={config.rollout.tied_group_replacements}: "
             f"{config.algorithm.name} has no groups; set 0"
         )
+    moving_group_size(config, algorithm.group_size)
+    temperature_schedule(config)
+    check_monitors(config, algorithm.group_size)
     algorithm = with_reference(config, algorithm)
     if config.rollout.summarizer:
         _load(load_function, config.rollout.summarizer, "rollout.summarizer")
@@ -84,9 +88,21 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     tasks = environment.tasks(settings)
     if len(tasks) == 0:
         raise ValueError(f"environment.name={config.environment.name!r} has no tasks: the prompt set is empty")
+    _check_evaluation(config, environment, tokenizer)
     parts = Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel, folder)
     asyncio.run(_check_prompts(config, parts))
     return parts
+
+
+def _check_evaluation(config: RunConfig, environment: type, tokenizer: Any) -> None:
+    if not config.evaluation.every_steps:
+        return
+    held_out(config, environment, tokenizer)
+    if config.reference.evaluate and config.rollout.mode != "sync":
+        raise ValueError(
+            f"rollout.mode={config.rollout.mode!r}: the sampler cannot serve the reference while episodes are in "
+            "flight; set reference.evaluate=false, evaluation.every_steps=0 or rollout.mode=sync"
+        )
 
 
 def with_reference(config: RunConfig, algorithm: Algorithm) -> Algorithm:
@@ -116,6 +132,13 @@ def with_reference(config: RunConfig, algorithm: Algorithm) -> Algorithm:
             stacklevel=2,
         )
     return WithKl(algorithm, kl.estimator, watch_entropy=kl.schedule == "entropy")
+
+
+def check_monitors(config: RunConfig, group_size: int) -> None:
+    """A limit on what the run does not measure would never be reached."""
+    for name in ("unique_samples", "distinct_answers"):
+        if getattr(config.monitors, name) is not None and group_size == 1:
+            raise ValueError(f"monitors.{name}={getattr(config.monitors, name)}: the algorithm has no groups; set null")
 
 
 async def _check_prompts(config: RunConfig, parts: Parts) -> None:
@@ -161,8 +184,10 @@ def _check_servers(config: RunConfig) -> None:
             raise ValueError(f"rollout.servers: {url!r} is no URL like http://host:8000")
     if len({url.rstrip("/") for url in rollout.servers}) < len(rollout.servers):
         raise ValueError(f"rollout.servers={rollout.servers}: each server once")
-    if rollout.engine == "vllm" and rollout.temperature > VLLM_MAX_TEMPERATURE:
-        raise ValueError(f"rollout.temperature={rollout.temperature}: vLLM samples at {VLLM_MAX_TEMPERATURE:g} at most")
+    schedule = temperature_schedule(config)
+    highest = rollout.temperature if schedule is None else max(temperature for _, temperature in schedule.points)
+    if rollout.engine == "vllm" and highest > VLLM_MAX_TEMPERATURE:
+        raise ValueError(f"rollout.temperature={highest}: vLLM samples at {VLLM_MAX_TEMPERATURE:g} at most")
     if rollout.weights_folder is not None and not Path(rollout.weights_folder).is_dir():
         raise ValueError(f"rollout.weights_folder={rollout.weights_folder!r}: name a folder that every server sees")
 

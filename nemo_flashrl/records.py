@@ -68,6 +68,7 @@ class Trajectory:
     malformed: bool = False  # the environment's word that an action was none
     turn_rewards: tuple[float, ...] = ()  # [turns], of each step, process rewards included
     turn_of_token: np.ndarray | None = None  # int32 [S], the turn of each action token; -1 elsewhere
+    temperature: float | None = None  # that every action token was sampled at; None: the run's only one
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.behavior_logprobs), len(self.versions)}

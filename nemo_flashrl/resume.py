@@ -22,6 +22,7 @@ from nemo_flashrl.config import RunConfig, load, save
 from nemo_flashrl.diagnostics.json_lines import read_json_lines
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside with everything saved; start it again
+EXIT_MONITOR = 3  # a limit of the run's own was reached: started again it goes on, and is stopped again
 ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -46,12 +47,17 @@ FREE = (
     "trainer.steps",
     "trainer.log_trajectories",
     "trainer.wandb_project",
+    "monitors",
 )
 RECORDS = ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl")
 
 
 class Preempted(Exception):
     """The run was asked to stop, and has saved itself; the message says at which step."""
+
+
+class StoppedByMonitor(Exception):
+    """A limit of `monitors` was reached, and the run has saved itself; the message names it."""
 
 
 @dataclass(frozen=True)

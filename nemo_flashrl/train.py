@@ -16,12 +16,10 @@ import torch
 
 from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig
-from nemo_flashrl.data.length_batcher import usable_context
-from nemo_flashrl.plugins import load_function
+from nemo_flashrl.conflicts import report_conflicts
+from nemo_flashrl.diagnostics.monitors import Monitors
 from nemo_flashrl.preflight import Parts, prepare
-from nemo_flashrl.records import Sampling
-from nemo_flashrl.resume import Preempted, RunFolder
-from nemo_flashrl.rollout.agent import Limits
+from nemo_flashrl.resume import RunFolder
 
 if TYPE_CHECKING:
     import nemo.lightning as nl
@@ -33,13 +31,14 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> Path:
     """Run `config` in the processes that torchrun started; returns the exported Hugging Face folder.
 
-    Raises ValueError for what the configuration cannot mean, before anything is written, and Preempted after SIGTERM,
-    when everything is saved.
+    Raises ValueError for what the configuration cannot mean, before anything is written; Preempted after SIGTERM and
+    StoppedByMonitor when a limit was reached, both when everything is saved.
     """
     parts = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     platform.install()
     output = Path(config.output)
     first = int(os.environ.get("RANK", "0")) == 0
+    report_conflicts(config, parts.algorithm, shown=first)
     model = build_model(config, parts)
     driver = build_driver(config, parts) if first else None
     data = build_data(config, parts, driver)
@@ -48,7 +47,7 @@ def train(config: RunConfig) -> Path:
     try:
         trainer.fit(model, datamodule=data)
         if trainer.should_stop:
-            raise Preempted(f"stopped by SIGTERM after step {trainer.global_step} of {config.trainer.steps}")
+            trainer.checkpoint_callback.raise_stop(trainer)
         export(config, parts, model, output / "checkpoint")
         export_reference(config, parts, model, trainer)
     except SystemExit as end:
@@ -115,11 +114,11 @@ def _dtype(config: RunConfig) -> torch.dtype:
 
 def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
     """The engine, the prompts and the collector that feeds from both; on the collecting rank alone."""
+    from nemo_flashrl.rollout import setup
     from nemo_flashrl.rollout.collector import Collector
     from nemo_flashrl.rollout.draining import DrainingEngine
     from nemo_flashrl.rollout.driver import RolloutDriver
     from nemo_flashrl.rollout.engines import make_engine
-    from nemo_flashrl.rollout.prompts import PromptStream
 
     rollout = config.rollout
     engine = make_engine(rollout, config.model.path, parts.vocab_size)
@@ -130,9 +129,9 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         lambda: parts.environment(parts.environment_settings),
         parts.tasks,
         parts.tokenizer,
-        PromptStream(len(parts.tasks), seed=config.trainer.seed),
-        episode_limits(config),
-        episode_sampling(config, parts),
+        setup.prompt_source(config, parts.tasks),
+        setup.episode_limits(config),
+        setup.episode_sampling(config, parts.tokenizer),
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,
         max_in_flight=rollout.max_in_flight or rollout.batch_size,
@@ -140,31 +139,10 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         max_staleness=rollout.max_staleness,
         tied_group_replacements=rollout.tied_group_replacements,
         seed=config.trainer.seed,
+        temperature=setup.temperature_schedule(config),
+        group_sizes=setup.moving_group_size(config, parts.algorithm.group_size),
     )
     return RolloutDriver(engine, collector, lag=rollout.lag, uses=rollout.uses)
-
-
-def episode_limits(config: RunConfig) -> Limits:
-    """What bounds an episode."""
-    rollout = config.rollout
-    return Limits(
-        max_turns=rollout.max_turns,
-        max_context=usable_context(config.model.context_length, config.batching.context_margin),
-        max_observation_tokens=rollout.max_observation_tokens,
-        step_timeout=rollout.step_timeout,
-        episode_timeout=rollout.episode_timeout,
-        keep_observation=rollout.keep_observation,
-        summarize=load_function(rollout.summarizer) if rollout.summarizer else None,
-    )
-
-
-def episode_sampling(config: RunConfig, parts: Parts) -> Sampling:
-    """How an action is sampled; the end-of-sequence token always ends it."""
-    tokenizer, rollout = parts.tokenizer, config.rollout
-    stops = {tokenizer.convert_tokens_to_ids(token) for token in rollout.stop} | {tokenizer.eos_token_id} - {None}
-    return Sampling(
-        temperature=rollout.temperature, max_tokens=rollout.max_tokens_per_turn, stop_token_ids=tuple(sorted(stops))
-    )
 
 
 def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) -> Any:
@@ -199,17 +177,37 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     """What acts around an optimizer step, in this order."""
     from nemo_flashrl.callbacks import PassAgreementCallback, RLMetricsCallback, RunCheckpoint, WeightRefitCallback
 
+    monitors = Monitors(asdict(config.monitors))
     refit = WeightRefitCallback(driver, parts.vocab_size, probed=config.rollout.engine != "transformers")
     metrics = RLMetricsCallback(
         Path(config.output),
         data,
         refit,
         parts.tokenizer,
+        monitors,
         log_trajectories=config.trainer.log_trajectories,
     )
     saving, stop = config.checkpoint, driver.stop_collecting if driver else None
-    checkpoint = RunCheckpoint(parts.folder, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop)
-    return [PassAgreementCallback(), *build_reference(config, parts), refit, metrics, checkpoint]
+    checkpoint = RunCheckpoint(
+        parts.folder, monitors, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop
+    )
+    reference = build_reference(config, parts)
+    evaluation = build_evaluation(config, parts, driver, refit, reference)
+    return [PassAgreementCallback(), *reference, refit, *evaluation, metrics, checkpoint]
+
+
+def build_evaluation(config: RunConfig, parts: Parts, driver: Any, refit: Any, reference: list[Any]) -> list[Any]:
+    """What plays held-out tasks; nothing where none is asked for."""
+    from nemo_flashrl.callbacks import EvaluationCallback
+    from nemo_flashrl.rollout import setup
+
+    asked = config.evaluation
+    if not asked.every_steps:
+        return []
+    play = setup.held_out(config, parts.environment, parts.tokenizer)
+    other = reference[0] if config.reference.evaluate else None
+    steps, samples = asked.every_steps, asked.samples
+    return [EvaluationCallback(driver, play, refit, every_steps=steps, samples=samples, reference=other)]
 
 
 def build_reference(config: RunConfig, parts: Parts) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from nemo_flashrl import platform
 from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
 from nemo_flashrl.data.datamodule import RankStep, RolloutDataModule
 from nemo_flashrl.diagnostics.action_share import ActionShareWarning
-from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines
-from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, trajectory_metrics
+from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines, read_metrics
+from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, selected_share, trajectory_metrics
+from nemo_flashrl.diagnostics.monitors import Monitors
 from nemo_flashrl.diagnostics.progress import Progress
 from nemo_flashrl.diagnostics.trajectory_log import readable, trajectory_row
 from nemo_flashrl.models.in_force import in_force
@@ -30,8 +30,8 @@ class RLMetricsCallback(pl.Callback):
         data: where the step's trajectories and the collector's numbers are.
         refit: whose time is reported beside the step's.
         tokenizer: turns samples into text.
+        monitors: what watches these numbers.
         log_trajectories: full trajectories written as text each step.
-        constants: settings shown beside the measurements (temperature, beta); a step's own number goes before.
     """
 
     def __init__(
@@ -40,16 +40,17 @@ class RLMetricsCallback(pl.Callback):
         data: RolloutDataModule,
         refit: WeightRefitCallback,
         tokenizer: Any,
+        monitors: Monitors,
         *,
         log_trajectories: int = 4,
-        constants: Mapping[str, float] | None = None,
     ) -> None:
         self.output = output
         self.data = data
         self.refit = refit
         self.tokenizer = tokenizer
+        self.monitors = monitors
         self.log_trajectories = log_trajectories
-        self.constants = dict(constants or {})
+        self.constants: dict[str, float] = {}  # what holds for the whole run
         self._sums: dict[str, float] | None = None
         self._step_started = 0.0
         self._progress: Progress | None = None
@@ -60,6 +61,8 @@ class RLMetricsCallback(pl.Callback):
         if trainer.is_global_zero:
             self._progress = Progress(trainer.max_steps)
             self.constants.update(in_force(pl_module))
+            history = self.output / "metrics.jsonl"
+            self.monitors.replay(read_metrics(history) if history.exists() else [])
 
     def on_megatron_microbatches_start(self, **_: Any) -> None:
         """The batch is there."""
@@ -93,6 +96,8 @@ class RLMetricsCallback(pl.Callback):
             **self._times(step),
             **memory,
         }
+        record["selected_share"] = selected_share(step.advantages, record.get("gate_acceptance", 1.0))
+        record |= self.monitors.see(record)
         self._write(record, step, trainer)
         self._progress.step_done(record)
         self._action_share.see(number, record["action_token_share"])

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_flashrl import platform
 from nemo_flashrl.callbacks.run_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
-from nemo_flashrl.resume import RunFolder, complete_checkpoints
+from nemo_flashrl.diagnostics.monitors import Monitors
+from nemo_flashrl.resume import Preempted, RunFolder, StoppedByMonitor, complete_checkpoints
 
 
 class RunCheckpoint(nl.ModelCheckpoint):
@@ -32,11 +33,18 @@ class RunCheckpoint(nl.ModelCheckpoint):
         folder: where, and which checkpoint the run goes on from.
         every_steps: optimizer steps between two checkpoints, and one at the end; 0 saves on SIGTERM alone.
         keep: complete checkpoints that stay.
+        monitors: what may end the run; the collecting rank's has seen the step's metrics before this callback.
         stop_collecting: ends the wait for a batch; of the collecting rank.
     """
 
     def __init__(
-        self, folder: RunFolder, *, every_steps: int, keep: int, stop_collecting: Callable[[], None] | None = None
+        self,
+        folder: RunFolder,
+        monitors: Monitors,
+        *,
+        every_steps: int,
+        keep: int,
+        stop_collecting: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(
             dirpath=str(folder.checkpoints.absolute()),
@@ -52,6 +60,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
             enable_version_counter=False,
         )
         self.folder = folder
+        self.monitors = monitors
         self.every_steps = every_steps
         self.keep = keep
         self.stop_collecting = stop_collecting
@@ -87,9 +96,10 @@ class RunCheckpoint(nl.ModelCheckpoint):
             self._random_state = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        """Save when it is due; stop when any rank has been asked to."""
+        """Save when it is due; stop when any rank has been asked to, or a monitor says so before the last step."""
         super().on_train_batch_end(trainer, *arguments)
-        asked = torch.tensor(int(self.asked_to_stop))
+        warned = bool(self.monitors.reason) and trainer.global_step < trainer.max_steps
+        asked = torch.tensor(int(self.asked_to_stop or warned))
         torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=platform.object_group())
         if asked:
             self.asked_to_stop = trainer.should_stop = True
@@ -100,8 +110,16 @@ class RunCheckpoint(nl.ModelCheckpoint):
         if (self.every_steps or self.asked_to_stop) and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         signal.signal(signal.SIGTERM, self._previous_handler)
-        if trainer.is_global_zero and self.asked_to_stop:
+        if trainer.is_global_zero and self.asked_to_stop and not self.monitors.reason:
             self.folder.preempted.touch()
+
+    def raise_stop(self, trainer: pl.Trainer) -> None:
+        """After a fit that has ended before its last step: StoppedByMonitor or Preempted, the same on every rank."""
+        where = f"after step {trainer.global_step} of {trainer.max_steps}"
+        reason = trainer.strategy.broadcast(self.monitors.reason)
+        if reason:
+            raise StoppedByMonitor(f"stopped by a monitor {where}: {reason}")
+        raise Preempted(f"stopped by SIGTERM {where}")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
         """Lightning's hook, on every rank."""

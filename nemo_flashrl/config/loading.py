@@ -98,6 +98,7 @@ def check(config: RunConfig) -> None:
         for item in dataclasses.fields(values) if dataclasses.is_dataclass(values) else ():
             _check_value(f"{section.name}.{item.name}", getattr(values, item.name), item.metadata)
     _check_mode(config.rollout)
+    _check_group_size(config)
     _check_credit(config)
 
 
@@ -112,6 +113,15 @@ def _check_mode(rollout: RolloutConfig) -> None:
     if rollout.max_staleness is not None and rollout.max_staleness < rollout.lag:
         raise ValueError(
             f"rollout.max_staleness={rollout.max_staleness}: every batch is rollout.lag={rollout.lag} versions old"
+        )
+
+
+def _check_group_size(config: RunConfig) -> None:
+    rollout, every = config.rollout, config.group_size.every
+    if every and (rollout.mode != "sync" or rollout.lag):
+        raise ValueError(
+            f"group_size.every={every}: a group's size changes where nothing is under way; set rollout.mode=sync and "
+            f"rollout.lag=0 (they are {rollout.mode} and {rollout.lag})"
         )
 
 

@@ -108,7 +108,7 @@ class RolloutConfig:
     uses: int = within(1, 1)  # optimizer steps on each batch; in all but the first it is re-weighted by the ratio
     tied_group_replacements: int = within(0, 0)  # groups of equal rewards that a batch may replace by other prompts
     temperature: float = within(1.0, ABOVE_ZERO, 100)
-    temperature_schedule: list[list[float]] = field(default_factory=list)  # in its place: [share of the steps, from it]
+    temperature_schedule: list[Any] = field(default_factory=list)  # in its place: [share of the steps, from there on]
     max_turns: int = within(8, 1)
     max_tokens_per_turn: int = within(512, 1)
     max_observation_tokens: int = within(2048, 1)
@@ -117,6 +117,25 @@ class RolloutConfig:
     episode_timeout: float | None = within(None, ABOVE_ZERO)  # seconds of a whole episode, generation included
     keep_observation: str = one_of("head", "tail", "both")  # what stays of an observation that is too long
     summarizer: str | None = None  # async function (text, max_tokens) -> text by dotted path, asked before it is cut
+
+
+@dataclass
+class GroupSizeConfig:
+    """Moves the algorithm's group size between 4, 8, 16 and 32 by how much rewards inside a group differ."""
+
+    every: int = within(0, 0)  # optimizer steps between two decisions; 0: it stays
+    threshold: float = within(0.3, 0)  # mean standard deviation in a group: above it one size up, below it one down
+
+
+@dataclass
+class CurriculumConfig:
+    """Which tasks come: epochs over all of them, or drawn by the success of their class."""
+
+    mode: str = one_of("none", "adaptive")
+    classes: str = ""  # field of a task that names its class; empty: each task is a class of its own
+    share: float = within(0.4, 0, 1)  # of the optimizer steps, before the mixture is fixed
+    floor: float = within(0.2, 0, 1)  # share of its part of the mixture that a class keeps whatever its success
+    mixture: dict[str, float] = field(default_factory=dict)  # class: weight; empty: by the number of its tasks
 
 
 @dataclass
@@ -136,7 +155,7 @@ class ReferenceConfig:
     mode: str = one_of("none", "frozen", "hard", "ema")  # the first weights | copied now and then | an average
     every: int = within(100, 1)  # hard: optimizer steps between two copies
     beta: float = within(0.99, 0, 1 - 1e-6)  # ema: share of the average that stays in a step; 0.95 to 0.99 is usual
-    evaluate: bool = False  # report the reference's own log-prob and entropy, and export it beside the policy
+    evaluate: bool = False  # report the reference's own log-prob and entropy, play held-out tasks with it, export it
 
 
 @dataclass
@@ -181,13 +200,40 @@ class SelectionConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """Tasks that training never asks for, played now and then."""
+
+    every_steps: int = within(0, 0)  # optimizer steps between two, and after the last one; 0: never
+    settings: dict[str, Any] = field(default_factory=dict)  # over environment.settings: what makes the tasks others
+    tasks: int = within(64, 1)  # the first so many
+    samples: int = within(1, 1)  # episodes of a task; above 1, pass@samples is reported too
+    temperature: float = within(1.0, 0, 100)  # 0: greedy
+
+
+@dataclass
 class TrainerConfig:
     """How long, and from which randomness."""
 
     steps: int = within(100, 1)
     seed: int = within(0, 0, 2**31)
+    strict: bool = False  # refuse settings that move the same quantity, which otherwise are told at the start
     log_trajectories: int = within(4, 0)  # full trajectories written as text each step
     wandb_project: str = ""  # Weights & Biases project that gets the metrics too; needs the wandb package
+
+
+@dataclass
+class MonitorsConfig:
+    """Limits beyond which a run ends itself, with a checkpoint; each is off while it is null."""
+
+    patience: int = within(5, 1)  # steps in a row beyond a limit
+    advantage_jump: float | None = within(None, 1)  # most, as a multiple of the spread of advantages before
+    unique_samples: float | None = within(None, 0, 1)  # least unique_sample_share
+    distinct_answers: float | None = within(None, 1)  # least group_distinct_answers
+    selected: float | None = within(None, 0, 1)  # least selected_share
+    entropy: float | None = within(None, 0)  # least sampled_entropy, nats
+    length_trend: float | None = within(None, ABOVE_ZERO)  # most, as a multiple of the first steps' response_tokens
+    repeated_tokens: float | None = within(None, 0, 1)  # most repeated_token_share
+    loss_spike: float | None = within(None, 1)  # most, as a multiple of the median |loss| before
 
 
 @dataclass
@@ -212,11 +258,15 @@ class RunConfig:
     algorithm: PluginConfig = field(default_factory=lambda: PluginConfig("flash_reinforce"))
     environment: PluginConfig = field(default_factory=PluginConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    group_size: GroupSizeConfig = field(default_factory=GroupSizeConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     length_penalty: LengthPenaltyConfig = field(default_factory=LengthPenaltyConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
+    monitors: MonitorsConfig = field(default_factory=MonitorsConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

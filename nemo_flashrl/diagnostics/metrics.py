@@ -55,7 +55,23 @@ def trajectory_metrics(trajectories: Sequence[Trajectory], policy_version: int) 
         "action_token_share": float(actions.sum() / lengths.sum()),
         "repeated_token_share": float(repeated / max(actions.sum(), 1)),
         "distinct_answers": float(distinct_answers(trajectories)),
+        "sampled_entropy": _sampled_entropy(trajectories),
     }
+
+
+def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
+    """-log p of the sampled tokens, mean: unbiased for the sampler's mean entropy, and there without computing one."""
+    total = sum(float(t.behavior_logprobs[t.action_mask].sum(dtype=np.float64)) for t in trajectories)
+    return -total / max(sum(t.action_count for t in trajectories), 1)
+
+
+def selected_share(advantages: Sequence[float], acceptance: float = 1.0) -> float:
+    """Share of the batch that is trained with an advantage other than 0; what is left out has NaN.
+
+    A gate's rejections (`acceptance`: its share of admitted trajectories) are taken off in proportion.
+    """
+    values = np.asarray(advantages, dtype=np.float64)
+    return float((np.isfinite(values) & (values != 0)).mean() * acceptance)
 
 
 def group_metrics(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> dict[str, float]:
@@ -77,5 +93,6 @@ def group_metrics(trajectories: Sequence[Trajectory], advantages: Sequence[float
         "group_advantage_std": float(np.mean(deviations)) if deviations else 0.0,
         "tied_groups": float(np.mean([r.min() == r.max() for r in rewards])),
         "unique_sample_share": float(np.mean([unique_sample_share([trajectories[i] for i in p]) for p in groups])),
+        "group_distinct_answers": float(np.mean([distinct_answers([trajectories[i] for i in p]) for p in groups])),
         "group_size": float(np.mean([len(places) for places in groups])),
     }

@@ -26,7 +26,7 @@ class HeadSettings:
     """How the head computes; the numbers do not depend on the last two."""
 
     vocab_size: int  # rows that are tokens; what pads them up to the parallel multiple has probability 0
-    temperature: float = 1.0  # the sampler's
+    temperature: float = 1.0  # the sampler's, where a microbatch does not tell its trajectories' own
     chunk_tokens: int = 512  # tokens whose logits are alive at a time
     logits_budget_bytes: int = 64 * 2**20  # a microbatch whose logits fit saves their second product
 
@@ -54,6 +54,7 @@ class PolicyHead(ColumnParallelLinear):
     _targets: Tensor | None = None  # int64 [R, S]
     _request: PolicyRequest | None = None
     _entropies: bool = False
+    _temperatures: Tensor | None = None  # float64 [R, S]
 
     @classmethod
     def install(cls, model: MegatronGPTModel, settings: HeadSettings) -> None:
@@ -65,14 +66,23 @@ class PolicyHead(ColumnParallelLinear):
 
     @contextlib.contextmanager
     def scoring(
-        self, targets: Tensor, request: PolicyRequest | None = None, *, entropies: bool = False
+        self,
+        targets: Tensor,
+        request: PolicyRequest | None = None,
+        *,
+        entropies: bool = False,
+        temperatures: Tensor | None = None,
     ) -> Iterator[None]:
-        """Within, a forward pass answers with log-probs of `targets`, int64 [R, S]; with a request, with its loss."""
+        """Within, a forward pass answers with log-probs of `targets`, int64 [R, S]; with a request, with its loss.
+
+        `temperatures` float64 [R, S] go before the settings' one.
+        """
         self._targets, self._request, self._entropies = targets, request, entropies
+        self._temperatures = temperatures
         try:
             yield
         finally:
-            self._targets = self._request = None
+            self._targets = self._request = self._temperatures = None
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
         """As ColumnParallelLinear; in `scoring`, (what was asked for, None) instead of (logits, bias)."""
@@ -93,10 +103,17 @@ class PolicyHead(ColumnParallelLinear):
         return {
             "tp_group": self.tp_group if self.tp_group.size() > 1 else None,
             "vocab_size": self.settings.vocab_size,
-            "temperature": self.settings.temperature,
+            "temperature": self._temperature(),
             "chunk_tokens": self.settings.chunk_tokens,
             "sequence_parallel": self.sequence_parallel,
         }
+
+    def _temperature(self) -> float | Tensor:
+        """One number where it will do: it is then a factor of the product and no pass over the logits."""
+        if self._temperatures is None:
+            return self.settings.temperature
+        lowest, highest = self._temperatures.aminmax()
+        return float(lowest) if lowest == highest else flat(self._temperatures)
 
     def _policy_loss(self, hidden: Tensor, weight: Tensor, request: PolicyRequest) -> Tensor:
         algorithm, batch = request.algorithm, request.batch
@@ -143,6 +160,12 @@ def _gradient_is_in_main_grad(weight: Tensor, hooks: bool) -> Tensor | None:
     if not hooks:
         return None
     return torch.zeros_like(weight) if tied else torch.empty_like(weight)
+
+
+def temperatures_of(microbatch: dict[str, Tensor]) -> Tensor | None:
+    """What each position's trajectory was sampled at, float64 [R, S]; None where the trajectories do not tell."""
+    temperatures = microbatch.get("temperatures")
+    return None if temperatures is None else temperatures[microbatch["row_index"]]
 
 
 def find_head(module: torch.nn.Module) -> PolicyHead | None:

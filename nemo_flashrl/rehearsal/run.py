@@ -101,12 +101,12 @@ def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float)
     """Success of the policy in `folder`, loaded by transformers, on tasks outside the training set."""
     from nemo_flashrl.rollout import TransformersEngine
     from nemo_flashrl.rollout.evaluation import evaluate, success_rate
-    from nemo_flashrl.train import episode_limits, episode_sampling
+    from nemo_flashrl.rollout.setup import episode_limits, episode_sampling
 
     held_out = dataclasses.replace(
         parts.environment_settings, seed=2**30 + config.trainer.seed, num_tasks=EVALUATED_TASKS
     )
-    sampling = dataclasses.replace(episode_sampling(config, parts), temperature=temperature)
+    sampling = dataclasses.replace(episode_sampling(config, parts.tokenizer), temperature=temperature)
     trajectories = asyncio.run(
         evaluate(
             TransformersEngine(folder),

@@ -112,7 +112,7 @@ async def run_episode(
             await ask("close", limits.step_timeout, environment.close)
         except EnvironmentFailure as failure:
             episode.info["close_error"] = str(failure)
-    return _trajectory(episode, end_reason, prompt_index)
+    return _trajectory(episode, end_reason, prompt_index, sampling.temperature)
 
 
 def turn_seed(seed: int, prompt_index: int, sample: int, turn: int) -> int:
@@ -201,7 +201,7 @@ def _encoded(where: str, encode: Callable[..., Any], *arguments: Any) -> Any:
         raise EnvironmentFailure(f"{where}: {error}") from error
 
 
-def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajectory:
+def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperature: float) -> Trajectory:
     """Lay the turns out flat: the place where a token's mask, log-prob and version are born."""
     token_ids, starts = list(episode.prompt), [0]
     mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [NO_VERSION] * len(token_ids)
@@ -233,4 +233,5 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int) -> Trajec
         malformed=episode.malformed,
         turn_rewards=(*episode.turn_rewards, *[0.0] * (len(episode.turns) - len(episode.turn_rewards))),
         turn_of_token=np.array(turns, dtype=np.int32),
+        temperature=temperature,
     )

@@ -3,9 +3,38 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class PromptSource(Protocol):
+    """What the collector asks for tasks; `PromptStream` and `Curriculum` are two."""
+
+    def next(self) -> tuple[int, int]:
+        """(prompt index, task index); indices of new prompts ascend from 0 over the whole run."""
+        ...
+
+    def finish(self, prompt_index: int) -> None:
+        """The prompt was dropped for good."""
+        ...
+
+    def trained(self, success: Mapping[int, float]) -> None:
+        """The weights hold what these prompts teach, each solved in that share of its trajectories."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What a step's metrics say of it."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        ...
 
 
 class PromptStream:
@@ -48,6 +77,15 @@ class PromptStream:
             self._epoch = epoch
         return int(self._order[place])
 
+    def trained(self, prompt_indices: Iterable[int]) -> None:
+        """These prompts have been used; how they ended changes nothing."""
+        for prompt_index in prompt_indices:
+            self.finish(prompt_index)
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
+
     def finish(self, prompt_index: int) -> None:
         """The prompt has been used, or dropped for good."""
         assert prompt_index in self._unfinished, f"prompt {prompt_index} is not in flight"
@@ -68,6 +106,8 @@ class PromptStream:
         Raises:
             ValueError: it belongs to another number of tasks or another seed, whose prompt indices mean other tasks.
         """
+        if "classes" in state:
+            raise ValueError("curriculum.mode=none: the checkpoint is of a run with a curriculum; set it back")
         for name, own in (("num_tasks", self._num_tasks), ("seed", self._seed)):
             if state[name] != own:
                 raise ValueError(

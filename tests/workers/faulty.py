@@ -7,7 +7,6 @@ import dataclasses
 import time
 from typing import Any
 
-from nemo_flashrl import train
 from nemo_flashrl.cli import main as flashrl
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.environments.key_value_store import KeyValueStore
@@ -69,8 +68,12 @@ class TalksMuch(KeyValueStore):
 
 def sample_cold() -> None:
     """The sampler at temperature 0.7, the trainer at 1."""
-    sampling = train.episode_sampling
-    train.episode_sampling = lambda *a: dataclasses.replace(sampling(*a), temperature=0.7)
+    generate = TransformersEngine.generate
+
+    async def cold(self: Any, token_ids: Any, sampling: Any) -> Any:
+        return await generate(self, token_ids, dataclasses.replace(sampling, temperature=0.7))
+
+    TransformersEngine.generate = cold
 
 
 def load_slowly() -> None:

@@ -1,0 +1,107 @@
+"""What a configuration says of rollouts -> the collector's parts, for a run and for whoever looks before one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemo_flashrl.algorithms.group_size import GroupSize
+from nemo_flashrl.algorithms.temperature_schedule import TemperatureSchedule
+from nemo_flashrl.config import RunConfig, settings_of
+from nemo_flashrl.data.length_batcher import usable_context
+from nemo_flashrl.plugins import load_function
+from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.agent import Limits
+from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
+from nemo_flashrl.rollout.engine import Engine
+from nemo_flashrl.rollout.evaluation import evaluate
+from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
+
+
+def episode_limits(config: RunConfig) -> Limits:
+    """What bounds an episode."""
+    rollout = config.rollout
+    return Limits(
+        max_turns=rollout.max_turns,
+        max_context=usable_context(config.model.context_length, config.batching.context_margin),
+        max_observation_tokens=rollout.max_observation_tokens,
+        step_timeout=rollout.step_timeout,
+        episode_timeout=rollout.episode_timeout,
+        keep_observation=rollout.keep_observation,
+        summarize=load_function(rollout.summarizer) if rollout.summarizer else None,
+    )
+
+
+def episode_sampling(config: RunConfig, tokenizer: Any) -> Sampling:
+    """How an action is sampled at the start of a run; the end-of-sequence token always ends it."""
+    rollout, schedule = config.rollout, temperature_schedule(config)
+    stops = {tokenizer.convert_tokens_to_ids(token) for token in rollout.stop} | {tokenizer.eos_token_id} - {None}
+    return Sampling(
+        temperature=rollout.temperature if schedule is None else schedule(0),
+        max_tokens=rollout.max_tokens_per_turn,
+        stop_token_ids=tuple(sorted(stops)),
+    )
+
+
+def temperature_schedule(config: RunConfig) -> TemperatureSchedule | None:
+    """Policy version -> temperature; None where it stays."""
+    points = config.rollout.temperature_schedule
+    return TemperatureSchedule(points, config.trainer.steps) if points else None
+
+
+def moving_group_size(config: RunConfig, group_size: int) -> GroupSize | None:
+    """What moves the group size from `group_size`; None where it stays."""
+    moves = config.group_size
+    if not moves.every:
+        return None
+    if group_size == 1:
+        raise ValueError(f"group_size.every={moves.every}: {config.algorithm.name} has no groups; set 0")
+    return GroupSize(group_size, every=moves.every, threshold=moves.threshold, batch_size=config.rollout.batch_size)
+
+
+def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
+    """Epochs over all tasks, or a curriculum."""
+    curriculum, seed = config.curriculum, config.trainer.seed
+    if curriculum.mode == "none":
+        return PromptStream(len(tasks), seed=seed)
+    return Curriculum(
+        classes_of(tasks, curriculum.classes),
+        seed=seed,
+        adaptive_steps=round(curriculum.share * config.trainer.steps),
+        floor=curriculum.floor,
+        mixture=curriculum.mixture,
+    )
+
+
+def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:
+    """What plays the tasks of `config.evaluation` with an engine.
+
+    Raises:
+        ValueError: the tasks are those that training draws from.
+    """
+    asked = config.evaluation
+    settings = settings_of(environment, {**config.environment.settings, **asked.settings}, "evaluation")
+    if not asked.settings:
+        raise ValueError(
+            "evaluation.settings={}: name the environment's settings that make other tasks than those of training, "
+            "another seed or path say"
+        )
+    all_tasks = environment.tasks(settings)  # a sequence; slices are not asked of it
+    tasks = [all_tasks[index] for index in range(min(asked.tasks, len(all_tasks)))]
+    sampling = replace(episode_sampling(config, tokenizer), temperature=asked.temperature)
+    limits = episode_limits(config)
+
+    async def play(engine: Engine) -> list[Trajectory]:
+        return await evaluate(
+            engine,
+            lambda: environment(settings),
+            tasks,
+            tokenizer,
+            limits,
+            sampling,
+            samples=asked.samples,
+            seed=config.trainer.seed,
+        )
+
+    return play

@@ -1,0 +1,189 @@
+"""What a run watches about itself, and settings that hide each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+from processes import run_ranks
+from tiny import random_trajectories
+
+from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
+from nemo_flashrl.config import load
+from nemo_flashrl.conflicts import changed_settings, conflict_table, report_conflicts
+from nemo_flashrl.diagnostics.json_lines import read_json_lines
+from nemo_flashrl.diagnostics.metrics import group_metrics, selected_share, trajectory_metrics
+from nemo_flashrl.diagnostics.monitors import RULES, Monitors
+from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.resume import EXIT_MONITOR
+
+CALM = {"group_advantage_std": 1.0, "loss": -0.5, "response_tokens": 20.0}
+
+
+def feed(monitors: Monitors, *steps: dict) -> list[dict]:
+    return [monitors.see({"step": number, **step}) for number, step in enumerate(steps, 1)]
+
+
+def test_jumps_and_spikes_are_multiples_of_the_median_before() -> None:
+    monitors = Monitors({"patience": 1})
+    spreads = [1.0, 1.0, 2.0, 4.0, 2.0, 6.0]  # the median of the first five is 2
+    seen = feed(monitors, *({**CALM, "group_advantage_std": s, "loss": -s} for s in spreads))
+    assert [s.get("advantage_jump") for s in seen] == [None] * 5 + [3.0]
+    assert seen[-1]["loss_spike"] == 3.0
+    assert seen[-1]["length_trend"] == 1.0
+    assert monitors.reason == ""  # every limit is off
+    lengths = Monitors({"patience": 1})
+    seen = feed(lengths, *({**CALM, "response_tokens": n} for n in [10.0] * 10 + [30.0] * 5))
+    assert seen[-1]["length_trend"] == 2.0  # (5 * 10 + 5 * 30) / 10 over 10
+    seen = feed(Monitors({}), *[CALM] * 5, {**CALM, "loss": None})
+    assert math.isinf(seen[-1]["loss_spike"])  # what is no number is beyond every limit
+
+
+BAD = {
+    "advantage_jump": (2.0, {**CALM, "group_advantage_std": 3.0}, {**CALM, "group_advantage_std": 1.9}),
+    "unique_samples": (0.6, {**CALM, "unique_sample_share": 0.5}, {**CALM, "unique_sample_share": 0.7}),
+    "distinct_answers": (2.0, {**CALM, "group_distinct_answers": 1.0}, {**CALM, "group_distinct_answers": 2.0}),
+    "selected": (0.3, {**CALM, "selected_share": 0.2}, {**CALM, "selected_share": 0.4}),
+    "entropy": (0.1, {**CALM, "sampled_entropy": 0.05}, {**CALM, "sampled_entropy": 0.2}),
+    "length_trend": (1.2, {**CALM, "response_tokens": 100.0}, {**CALM, "response_tokens": 21.0}),
+    "repeated_tokens": (0.3, {**CALM, "repeated_token_share": 0.4}, {**CALM, "repeated_token_share": 0.2}),
+    "loss_spike": (4.0, {**CALM, "loss": 3.0}, {**CALM, "loss": 1.0}),
+}
+
+
+@pytest.mark.parametrize("field", [rule.field for rule in RULES])
+def test_a_limit_stops_after_as_many_steps_in_a_row(field: str) -> None:
+    limit, bad, good = BAD[field]
+    steps = 12 if field == "length_trend" else 6  # a trend of ten steps is told from the eleventh on
+    calm = [good if field not in ("advantage_jump", "length_trend", "loss_spike") else CALM] * steps
+    monitors = Monitors({"patience": 2, field: limit})
+    feed(monitors, *calm, bad, *[good, bad] * (field != "length_trend"))  # a mean over ten steps carries it on
+    assert monitors.reason == ""  # never two in a row
+    monitors = Monitors({"patience": 2, field: limit})
+    feed(monitors, *calm, bad, bad)
+    assert f"monitors.{field}={limit:g} for 2 steps, the last of them step {steps + 2}; change: " in monitors.reason
+    off = Monitors({"patience": 2, field: None})
+    feed(off, *calm, bad, bad)
+    assert off.reason == ""
+    again = Monitors({"patience": 2, field: limit})  # a run that goes on: the steps behind it count, and stop nothing
+    again.replay({"step": n, **record} for n, record in enumerate([*calm, bad], 1))
+    assert again.reason == ""
+    again.see({"step": steps + 2, **bad})
+    assert again.reason == monitors.reason
+
+
+def test_few_unique_samples_are_told_once(caplog) -> None:
+    monitors = Monitors({"patience": 1})
+    with caplog.at_level(logging.WARNING):
+        feed(monitors, {**CALM, "unique_sample_share": 0.7}, *[{**CALM, "unique_sample_share": 0.5}] * 3)
+    assert [r.getMessage()[:45] for r in caplog.records] == ["step 2: 50% of a group's samples are unique ("]
+    assert monitors.reason == ""
+
+
+def test_numbers_that_monitors_look_at() -> None:
+    assert selected_share([0.5, 0.0, math.nan, -1.0]) == 0.5
+    assert selected_share([0.5, 0.0, math.nan, -1.0], acceptance=0.5) == 0.25
+    group = random_trajectories(4, 131, group_size=4)
+    same = [group[0], group[0], group[1], group[2]]
+    assert group_metrics([t.__class__(**{**_fields(t), "group": 0}) for t in same], [1.0] * 4)[
+        "group_distinct_answers"
+    ] == len({_last(t) for t in same})
+    metrics = trajectory_metrics(group, 0)
+    tokens = np.concatenate([t.behavior_logprobs[t.action_mask] for t in group])
+    assert metrics["sampled_entropy"] == pytest.approx(-tokens.mean(), rel=1e-5)
+
+
+def _fields(trajectory) -> dict:
+    return {name: getattr(trajectory, name) for name in trajectory.__dataclass_fields__}
+
+
+def _last(trajectory) -> bytes:
+    from nemo_flashrl.diagnostics.repetition import last_action
+
+    return last_action(trajectory).tobytes()
+
+
+def config_of(*overrides: str):
+    return load("rehearsal", ["output=x", "model.path=x", *overrides])
+
+
+def test_two_of_the_four_are_told_with_what_they_move(capsys) -> None:
+    grpo = Grpo(GrpoSettings(group_size=16, normalisation="none"))
+    one = config_of("rollout.temperature=0.9")
+    assert conflict_table(changed_settings(one, FlashReinforce())) == ""
+    assert conflict_table(changed_settings(config_of(), Grpo(GrpoSettings(group_size=16)))) == ""
+    both = config_of("rollout.temperature_schedule=[[0,1],[0.5,0.9]]", "curriculum.mode=adaptive", "group_size.every=4")
+    table = conflict_table(changed_settings(both, grpo))
+    assert table.startswith("group size and temperature and normalisation and curriculum all move the distribution")
+    for words in (
+        r"algorithm.settings.group_size     16 ", "group_size.every ", "[[0, 1], [0.5, 0.9]]", "curriculum.mode",
+        "algorithm.settings.normalisation  none", "z_score", "which prompts come",
+    ):  # fmt: skip
+        assert words in table, table
+    report_conflicts(both, grpo, shown=True)
+    assert table in capsys.readouterr().err
+    report_conflicts(both, grpo, shown=False)
+    assert capsys.readouterr().err == ""
+    strict = config_of("rollout.temperature=0.9", "trainer.strict=true")
+    report_conflicts(strict, FlashReinforce(), shown=True)  # one alone is nobody's enemy
+    with pytest.raises(
+        ValueError, match="trainer.strict=True: rollout.temperature=0.9, algorithm.settings.normalise=Tr"
+    ):
+        report_conflicts(strict, FlashReinforce(FlashReinforceSettings(normalise=True)), shown=True)
+
+
+def test_techniques_of_different_rooms_are_no_conflict() -> None:
+    config = config_of(
+        "reference.mode=ema", "kl.coefficient=0.01", "selection.tokens=code", "advantage.clip=3",
+        "length_penalty.coefficient=0.1", "length_penalty.limit=4", "trainer.strict=true",
+    )  # fmt: skip
+    report_conflicts(config, Grpo(GrpoSettings(normalisation="quantile")), shown=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_warm_start(tmp_path_factory.mktemp("monitors") / "model")
+
+
+def test_a_reached_limit_ends_the_run_with_a_checkpoint(model, tmp_path) -> None:
+    """Grouped rollouts at a temperature near 0 say the same; the run stops at step 2 and goes on when told to."""
+    run = tmp_path / "run"
+    settings = [
+        f"output={run}", f"model.path={model}", "algorithm=grpo", "trainer.steps=4", "rollout.batch_size=16",
+        "rollout.temperature=0.05", "environment.settings.num_tasks=40",
+    ]  # fmt: skip
+    limits = ["monitors.unique_samples=0.9", "monitors.patience=2"]
+    said = run_ranks(1, "training", "rehearsal", *settings, *limits, exit_codes=(EXIT_MONITOR,))
+    assert "stopped by a monitor after step 2 of 4: unique_sample_share=" in said
+    assert "is below monitors.unique_samples=0.9 for 2 steps" in said
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step=2"]
+    assert not (run / "preempted").exists() and not (run / "checkpoint").exists()  # no requeue, no export
+    run_ranks(1, "training", "rehearsal", *settings)
+    assert [line["step"] for line in read_json_lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_techniques_of_different_rooms_train_together(model, tmp_path) -> None:
+    """Reference, token mask, normalisation with clip, length penalty; beside them what moves over the run."""
+    run = tmp_path / "run"
+    run_ranks(
+        1, "training", "rehearsal", f"output={run}", f"model.path={model}", "algorithm=grpo", "trainer.steps=3",
+        "rollout.batch_size=16", "environment.settings.num_tasks=40", "checkpoint.every_steps=0",
+        "algorithm.settings.normalisation=quantile", "advantage.clip=0.5", "reference.mode=ema", "reference.beta=0.9",
+        "kl.coefficient=0.01", "kl.schedule=annealed", "selection.malformed=leave_out",
+        "length_penalty.coefficient=0.1", "length_penalty.unit=turns", "length_penalty.limit=1",
+        "rollout.temperature_schedule=[[0,1.0],[0.5,0.85]]", "curriculum.mode=adaptive", "curriculum.classes=hops",
+        "group_size.every=1", "group_size.threshold=0",
+    )  # fmt: skip
+    lines = list(read_json_lines(run / "metrics.jsonl"))
+    assert [line["temperature"] for line in lines] == pytest.approx([1.0, 1.0, 0.85])
+    assert lines[0]["group_size"] == 8 and lines[-1]["group_size"] == 16
+    assert all(line["logprob_difference_max"] < 1e-3 for line in lines)  # the head knows the temperature
+    assert all(0 < line["curriculum_share_3"] < 1 for line in lines)
+    advantages = [r["advantage"] for r in read_json_lines(run / "trajectories.jsonl") if r["advantage"] is not None]
+    assert max(map(abs, advantages)) == 0.5  # the clip
+    assert {"kl", "length_penalty", "selected_share", "length_trend"} <= lines[-1].keys()
+    assert json.dumps(lines[-1]["total_trajectories_trained"]) == "32.0"

@@ -1,0 +1,199 @@
+"""What the rollouts of a run move by themselves: the group size, and which tasks come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
+
+from nemo_flashrl.algorithms.group_size import GroupSize
+from nemo_flashrl.config import load
+from nemo_flashrl.environments.environment import StepResult
+from nemo_flashrl.records import Sampling
+from nemo_flashrl.rollout.agent import Limits
+from nemo_flashrl.rollout.collector import Collector
+from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
+from nemo_flashrl.rollout.prompts import PromptStream
+from nemo_flashrl.rollout.setup import moving_group_size, prompt_source
+
+
+def test_a_group_grows_above_the_threshold_and_shrinks_below() -> None:
+    size = GroupSize(8, every=2, threshold=0.3, batch_size=64)
+    assert [size.after_step(std) or size.value for std in (0.5, 0.2, 0.3, 0.3, 0.1, 0.4, 0.0, 0.0)] == [
+        8, 16,  # the mean of two steps is 0.35: up
+        16, 16,  # at the threshold it stays
+        16, 8,  # 0.25: down, though the last step alone is above
+        8, 4,
+    ]  # fmt: skip
+    for _ in range(4):
+        size.after_step(0.0)
+    assert size.value == 4  # the smallest there is
+    assert GroupSize(4, every=1, threshold=0, batch_size=24).sizes == [4, 8]  # 16 and 32 do not divide 24
+    for start, batch in ((5, 40), (16, 24), (8, 6)):
+        told = f"group_size={start}: with group_size.every=1 and rollout.batch_size={batch}"
+        with pytest.raises(
+            ValueError, match=f"group_size={start}: with group_size.every=1 and rollout.batch_size={batch}"
+        ):
+            GroupSize(start, every=1, threshold=0.3, batch_size=batch)
+
+
+def test_a_group_size_goes_on_from_a_checkpoint() -> None:
+    deviations = np.random.default_rng(0).random(40).tolist()
+    whole = GroupSize(8, every=3, threshold=0.5, batch_size=96)
+    values = [whole.after_step(std) or whole.value for std in deviations]
+    assert len(set(values)) > 2
+    for cut in range(40):
+        first, second = (GroupSize(8, every=3, threshold=0.5, batch_size=96) for _ in range(2))
+        for std in deviations[:cut]:
+            first.after_step(std)
+        second.load_state_dict(first.state_dict())
+        assert [second.after_step(std) or second.value for std in deviations[cut:]] == values[cut:]
+
+
+def test_the_collector_keeps_its_budget_while_groups_grow() -> None:
+    """Rewards that differ in every group: 8 rollouts of 4 prompts, then 16 of 2, then 32 of 1."""
+    played = Counter()
+
+    def make() -> ScriptedEnvironment:
+        played["episodes"] += 1
+        return ScriptedEnvironment([StepResult(reward=float(played["episodes"] % 2), done=True)])
+
+    def collector() -> Collector:
+        return Collector(
+            ScriptedEngine(ids("get ( k 2 9 )")), make, range(50), TOKENIZER, PromptStream(50),
+            Limits(max_context=128), Sampling(max_tokens=8, stop_token_ids=(STOP,)),
+            batch_size=32, group_size=8, max_in_flight=32,
+            group_sizes=GroupSize(8, every=1, threshold=0.3, batch_size=32),
+        )  # fmt: skip
+
+    async def run(source: Collector, steps: range) -> list[dict[int, int]]:
+        batches = []
+        for version in steps:
+            batch = await source.collect(version)
+            batches.append(dict(Counter(t.prompt_index for t in batch.trajectories)))
+            source.trained(batch)
+        return batches
+
+    source = collector()
+    batches = asyncio.run(run(source, range(3)))
+    assert batches == [{0: 8, 1: 8, 2: 8, 3: 8}, {4: 16, 5: 16}, {6: 32}]
+    assert source.state_dict()["totals"]["trajectories_trained"] == 96 == played["episodes"]
+    resumed = collector()
+    resumed.load_state_dict(source.state_dict())
+    assert asyncio.run(run(resumed, range(3, 4))) == [{7: 32}]
+
+
+def test_a_moving_group_size_is_refused_where_it_cannot_move() -> None:
+    base = ["output=x", "model.path=x", "group_size.every=5"]
+    for mode in (["rollout.mode=async"], ["rollout.lag=1"]):
+        with pytest.raises(ValueError, match="group_size.every=5: a group's size changes where nothing is under way"):
+            load("rehearsal", [*base, *mode])
+    config = load("rehearsal", base)
+    with pytest.raises(ValueError, match="group_size.every=5: flash_reinforce has no groups"):
+        moving_group_size(config, 1)
+    assert moving_group_size(config, 8).sizes == [4, 8, 16, 32]
+
+
+def test_shares_follow_what_can_be_learnt() -> None:
+    """Three classes of 2 tasks: one solved always, one never, one now and then; floor 0.3.
+
+    After two prompts each, played = 0.9 + 1 = 1.9: p = 2.9 / 3.9, 1 / 3.9 and (1 + 0.9 * 0 + 1) / 3.9 for 0 then 1.
+    p (1 - p) = 2.9, 2.9 and 2 * 1.9 = 3.8, all / 3.9^2; their sum is 9.6.
+    """
+    source = Curriculum(["easy", "hard", "mid"] * 2, adaptive_steps=4, floor=0.3)
+    assert source.shares == pytest.approx([1 / 3] * 3)
+    handed = {}
+    for _ in range(40):
+        prompt, task = source.next()
+        handed.setdefault(task % 3, []).append(prompt)
+    for turn, mid in enumerate((0.0, 1.0)):
+        source.trained({handed[0][turn]: 1.0, handed[1][turn]: 0.0, handed[2][turn]: mid})
+    assert source.success == pytest.approx([2.9 / 3.9, 1 / 3.9, 2 / 3.9])
+    right = [0.1 + 0.7 * part / 9.6 for part in (2.9, 2.9, 3.8)]
+    assert source.shares == pytest.approx(right)
+    assert source.metrics()["curriculum_share_mid"] == pytest.approx(right[2])
+    for turn in (2, 3):
+        source.trained({handed[0][turn]: 1.0})
+    assert source.shares == pytest.approx([1 / 3] * 3)  # step 4: the mixture is fixed from here
+
+
+def test_no_class_starves() -> None:
+    """Easy tasks are solved always, hard ones never: each keeps its floor, and without one the hard ones get less."""
+
+    def drawn(floor: float) -> Counter:
+        source = Curriculum(["easy"] * 90 + ["hard"] * 10, seed=3, adaptive_steps=10**6, floor=floor)
+        kinds: Counter = Counter()
+        for _ in range(2000):
+            prompt, task = source.next()
+            kinds["hard" if task >= 90 else "easy"] += 1
+            source.trained({prompt: float(task < 90)})
+        return kinds
+
+    assert 120 < drawn(1.0)["hard"] < 280  # the mixture itself: a tenth
+    assert drawn(0.5)["hard"] >= 0.5 * 0.1 * 2000
+
+
+def test_a_curriculum_goes_on_from_a_checkpoint() -> None:
+    """Unfinished prompts come first, with their tasks; then the draws are those of the run that was not interrupted."""
+
+    def make() -> Curriculum:
+        return Curriculum([f"c{i % 4}" for i in range(30)], seed=5, adaptive_steps=20, floor=0.1)
+
+    def play(source: Curriculum, steps: int) -> list[tuple[int, int]]:
+        handed = []
+        for _ in range(steps):
+            prompts = [source.next() for _ in range(3)]
+            handed += prompts
+            source.trained({prompt: float(task % 4 == 0) for prompt, task in prompts})
+        return handed
+
+    whole, first, second = make(), make(), make()
+    expected = play(whole, 30)
+    assert play(first, 11) == expected[:33]
+    second.load_state_dict(first.state_dict())
+    assert play(second, 19) == expected[33:]
+    assert len({prompt for prompt, _ in expected}) == 90
+
+    third, fourth = make(), make()
+    in_flight = dict(third.next() for _ in range(5))
+    third.finish(2)
+    fourth.load_state_dict(third.state_dict())
+    again = [fourth.next() for _ in range(5)]
+    assert [prompt for prompt, _ in again] == [0, 1, 3, 4, 5]
+    assert all(in_flight[prompt] == task for prompt, task in again[:4])
+    for other in (PromptStream(30, seed=5), Curriculum(["a"] * 30, seed=6, adaptive_steps=1)):
+        with pytest.raises(ValueError, match="curriculum"):
+            other.load_state_dict(first.state_dict())
+    with pytest.raises(ValueError, match="curriculum.mode=adaptive: the checkpoint is of a run with mode=none"):
+        make().load_state_dict(PromptStream(30, seed=5).state_dict())
+
+
+def test_tasks_of_a_class_all_come_before_one_comes_again() -> None:
+    source = Curriculum(["a", "b", "b", "b", "a"], seed=1, adaptive_steps=0, mixture={"a": 1, "b": 3})
+    seen = [task for _, task in (source.next() for _ in range(400))]
+    of_b = [task for task in seen if task in (1, 2, 3)]
+    assert 260 < len(of_b) < 340  # three quarters
+    assert all(sorted(of_b[i : i + 3]) == [1, 2, 3] for i in range(0, len(of_b) - 3, 3))
+    with pytest.raises(ValueError, match=r"curriculum.mixture names \['a'\]: the tasks' classes are \['a', 'b'\]"):
+        Curriculum(["a", "b"], adaptive_steps=0, mixture={"a": 1})
+    with pytest.raises(ValueError, match="every class needs a weight above 0"):
+        Curriculum(["a", "b"], adaptive_steps=0, mixture={"a": 1, "b": 0})
+
+
+@dataclass
+class Task:
+    hops: int
+
+
+def test_the_class_of_a_task_is_one_of_its_fields() -> None:
+    assert classes_of([Task(1), Task(3)], "hops") == classes_of([{"hops": 1}, {"hops": 3}], "hops") == ["1", "3"]
+    assert len(set(classes_of([Task(1)] * 3, ""))) == 3
+    with pytest.raises(ValueError, match="curriculum.classes='depth': task 0 has no field of that name"):
+        classes_of([Task(1)], "depth")
+    config = load("rehearsal", ["output=x", "model.path=x", "curriculum.mode=adaptive", "curriculum.classes=hops"])
+    source = prompt_source(config, [Task(1), Task(2)])
+    assert list(source.names) == ["1", "2"]
