@@ -29,6 +29,8 @@ def trajectory_row(trajectory: Trajectory, step: int, policy_version: int, advan
         "end_reason": trajectory.end_reason,
         "repeated_token_share": round(repeated_token_share(trajectory), 4),
         "staleness": policy_version - trajectory.oldest_version,
+        "shaping": trajectory.shaping,
+        "malformed": trajectory.malformed,
         "info": trajectory.info,
     }
 
