@@ -67,11 +67,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
             f"rollout.batch_size={config.rollout.batch_size}: must be a multiple of the algorithm's "
             f"group_size ({algorithm.group_size})"
         )
-    if config.rollout.tied_group_replacements and algorithm.group_size == 1:
-        raise ValueError(
-            f"rollout.tied_group_replacements={config.rollout.tied_group_replacements}: "
-            f"{config.algorithm.name} has no groups; set 0"
-        )
+    check_groups(config, algorithm.group_size)
     moving_group_size(config, algorithm.group_size)
     temperature_schedule(config)
     check_monitors(config, algorithm.group_size)
@@ -102,6 +98,20 @@ def _check_evaluation(config: RunConfig, environment: type, tokenizer: Any) -> N
         raise ValueError(
             f"rollout.mode={config.rollout.mode!r}: the sampler cannot serve the reference while episodes are in "
             "flight; set reference.evaluate=false, evaluation.every_steps=0 or rollout.mode=sync"
+        )
+
+
+def check_groups(config: RunConfig, group_size: int) -> None:
+    """Refuse what needs groups where there are none, and the other way round."""
+    name, rate = config.algorithm.name, config.value_head.learning_rate
+    if rate > 0 and group_size > 1:
+        raise ValueError(
+            f"value_head.learning_rate={rate:g}: a prediction from the prompt is the same for all of a group of {name} "
+            "and changes nothing; set 0"
+        )
+    if config.rollout.tied_group_replacements and group_size == 1:
+        raise ValueError(
+            f"rollout.tied_group_replacements={config.rollout.tied_group_replacements}: {name} has no groups; set 0"
         )
 
 

@@ -176,6 +176,7 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
 def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutDriver | None) -> list[Any]:
     """What acts around an optimizer step, in this order."""
     from nemo_flashrl.callbacks import PassAgreementCallback, RLMetricsCallback, RunCheckpoint, WeightRefitCallback
+    from nemo_flashrl.callbacks.value_baseline import value_baseline
 
     monitors = Monitors(asdict(config.monitors))
     refit = WeightRefitCallback(driver, parts.vocab_size, probed=config.rollout.engine != "transformers")
@@ -193,7 +194,8 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     )
     reference = build_reference(config, parts)
     evaluation = build_evaluation(config, parts, driver, refit, reference)
-    return [PassAgreementCallback(), *reference, refit, *evaluation, metrics, checkpoint]
+    values = value_baseline(config.value_head)
+    return [PassAgreementCallback(), *reference, *values, refit, *evaluation, metrics, checkpoint]
 
 
 def build_evaluation(config: RunConfig, parts: Parts, driver: Any, refit: Any, reference: list[Any]) -> list[Any]:

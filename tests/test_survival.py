@@ -25,6 +25,7 @@ from nemo_flashrl.resume import EXIT_PREEMPTED, complete_checkpoints
 
 BATCH, EPOCH = 8, 40  # an epoch is five steps
 REFERENCE = ("reference.mode=ema", "reference.beta=0.8", "kl.coefficient=0.01", "kl.schedule=adaptive")
+BASELINES = ("algorithm.settings.baseline=both", "value_head.learning_rate=0.05")  # both remember
 TP2_PP2 = ("parallel.tensor=2", "parallel.pipeline=2")
 KILLS = int(os.environ.get("FLASHRL_KILLS", "3"))
 STEPS = 2 * KILLS + 2  # a kill comes while one of the next two checkpoints is written
@@ -79,7 +80,7 @@ def test_stopped_and_resumed_is_as_straight(model: Path, tmp_path: Path, process
 
     def run(name: str, steps: int) -> dict[str, torch.Tensor]:
         out = tmp_path / f"{name}.pt"
-        options = ("checkpoint.every_steps=100", "algorithm.settings.delta=inf", *REFERENCE, *sizes)
+        options = ("checkpoint.every_steps=100", "algorithm.settings.delta=inf", *BASELINES, *REFERENCE, *sizes)
         overrides = settings(tmp_path / name, model, steps, *options)
         run_ranks(processes, "whole_run", out, *overrides, dropout=0.1)
         return torch.load(out)

@@ -12,6 +12,7 @@ _HOMES = {
     "PassAgreementCallback": "pass_agreement",
     "RLMetricsCallback": "rl_metrics",
     "RunCheckpoint": "run_checkpoint",
+    "ValueBaselineCallback": "value_baseline",
     "WeightRefitCallback": "weight_refit",
 }
 

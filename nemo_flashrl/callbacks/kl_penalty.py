@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.kl import kl_estimate
 from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
+from nemo_flashrl.callbacks.take_off import take_off_rewards
 from nemo_flashrl.models.scoring import score
 
 Row = tuple[int, float]  # place in the batch that is trained on, mean KL
@@ -80,17 +81,7 @@ class KLPenaltyCallback(pl.Callback):
         torch.distributed.all_gather_object(everyone, rows, group=platform.object_group())
         divergences = dict(row for part in everyone for row in part)
         penalties = self.coefficient.value * torch.tensor([divergences[place] for place in sorted(divergences)])
-        last, box = step.trainer.datamodule.last_step, [None]
-        if torch.distributed.get_rank() == 0:
-            credit, metrics, last.advantages = last.assign(penalties)
-            box = [(credit.advantages, credit.token_weights, metrics)]
-        torch.distributed.broadcast_object_list(box, src=0, group=platform.object_group())
-        advantages, weights, metrics = box[0]
-        for microbatch in microbatches:
-            places = microbatch["trajectory"].cpu()
-            for name, values in (("advantages", advantages), ("token_weights", weights)):
-                own = torch.where(places >= 0, values[places.clamp(min=0)], 0)
-                microbatch[name] = own.to(microbatch[name])
+        metrics = take_off_rewards(step, microbatches, penalties)
         return {**metrics, "kl_penalty": float(penalties.mean())}
 
     def _rows(self, microbatch: dict[str, Tensor], logprobs: Tensor) -> list[Row]:

@@ -134,10 +134,16 @@ def _check_credit(config: RunConfig) -> None:
             f"advantage.turn_discount={advantage.turn_discount:g} counts in a turn's own return: set "
             "advantage.turn_coefficient above 0"
         )
-    if advantage.turn_coefficient > 0 and config.kl.coefficient > 0 and config.kl.place == "reward":
+    in_reward = config.kl.coefficient > 0 and config.kl.place == "reward"
+    if advantage.turn_coefficient > 0 and (in_reward or config.value_head.learning_rate > 0):
         raise ValueError(
-            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a trajectory has one reward to take a KL off; "
-            "set kl.place=loss"
+            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a KL in the reward and a value head are taken "
+            "off a trajectory's one reward; set kl.place=loss and value_head.learning_rate=0"
+        )
+    if config.value_head.learning_rate > 0 and config.parallel.context > 1:
+        raise ValueError(
+            f"value_head.learning_rate={config.value_head.learning_rate:g}: the hidden states that it reads are not "
+            f"gathered over context ranks; set parallel.context=1, not {config.parallel.context}"
         )
 
 

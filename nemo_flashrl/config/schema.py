@@ -181,6 +181,14 @@ class AdvantageConfig:
 
 
 @dataclass
+class ValueHeadConfig:
+    """A linear value head on the policy's hidden states as baseline; nothing of its loss reaches the policy."""
+
+    learning_rate: float = within(0.0, 0, 1)  # of its own Adam; 0.01 is usual; 0: no value head
+    updates: int = within(4, 1)  # Adam steps on each batch
+
+
+@dataclass
 class LengthPenaltyConfig:
     """Taken off the advantage: coefficient * (length / limit - 1) beyond the limit."""
 
@@ -264,6 +272,7 @@ class RunConfig:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     kl: KlConfig = field(default_factory=KlConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    value_head: ValueHeadConfig = field(default_factory=ValueHeadConfig)
     length_penalty: LengthPenaltyConfig = field(default_factory=LengthPenaltyConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     monitors: MonitorsConfig = field(default_factory=MonitorsConfig)

@@ -47,6 +47,8 @@ class RankStep:
     advantages: list[float] = field(default_factory=list)  # [B], NaN where left out; on the collecting rank alone
     batch: Batch | None = None  # on the collecting rank alone
     assign: Assign | None = None  # forms advantages anew; on the collecting rank alone
+    rewards: Tensor | None = None  # float32 [B], of what is trained on; on the collecting rank alone
+    taken_off: Tensor | float = 0.0  # [B], of these rewards so far; on the collecting rank alone
     error: BaseException | None = None  # why there is no step; raised on every rank
 
 
@@ -145,7 +147,8 @@ class RolloutDataModule(pl.LightningDataModule):
         step = scatter(shares, group)
         if step.error is not None:
             raise step.error
-        step.batch, step.advantages, step.assign = batch, planned.advantages, planned.assign
+        step.batch, step.advantages = batch, planned.advantages
+        step.assign, step.rewards = planned.assign, planned.rewards
         self.last_step = step
         return step
 
@@ -217,7 +220,7 @@ def plan_steps(
                     "num_microbatches": torch.tensor(len(rank_plan)),
                 }
             )
-        steps.append(RankStep(microbatches, dict(metrics), shown, assign=assign))
+        steps.append(RankStep(microbatches, dict(metrics), shown, assign=assign, rewards=outcomes.rewards))
     return steps
 
 

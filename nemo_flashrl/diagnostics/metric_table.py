@@ -58,6 +58,8 @@ _LEARNING = (
     Metric("shaping", "reward", "added to the advantage, length penalty included, mean over the batch"),
     Metric("length_penalty", "reward", "taken off the advantage for length, mean over the batch"),
     Metric("malformed", "trajectories", "with an action that the environment calls none"),
+    Metric("value_mean", "reward", "what the value head predicted, mean over the batch"),
+    Metric("value_loss", "reward^2", "of the value head before it learnt from the batch: mean squared error"),
     Metric("selected_share", "share", "trajectories trained with an advantage other than 0"),
     Metric("advantage_jump", "", "spread of advantages (in groups, where there are) / its median over 10 steps before"),
     Metric("loss_spike", "", "|loss| / its median over the 10 steps before"),
