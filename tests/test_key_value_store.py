@@ -65,6 +65,7 @@ def test_a_guess_without_a_call_counts() -> None:
 def test_anything_else_ends_with_nothing(action: str) -> None:
     (result,) = play(action)
     assert (result.reward, result.done, result.success, result.info["outcome"]) == (0.0, True, False, "malformed")
+    assert result.malformed
 
 
 def test_the_seventh_call_is_one_too_many() -> None:

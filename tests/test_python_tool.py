@@ -149,7 +149,9 @@ def test_an_episode_with_the_tool() -> None:
     ]
     assert (t.reward, t.turns, t.end_reason, t.failed) == (1.0, 4, "done", False)
     assert t.info == {"tool_calls": 3, "outcome": "right"}
+    assert t.malformed  # "Hm." is neither a call nor an answer
     assert play("\\boxed{386}").info["outcome"] == "wrong"
+    assert not play("\\boxed{386}").malformed
 
 
 def test_a_malformed_call_is_an_observation_or_an_end() -> None:

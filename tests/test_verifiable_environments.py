@@ -108,6 +108,7 @@ def test_an_episode_of_arithmetic() -> None:
         (0.0, True, "wrong"),
         (0.0, True, "no_answer"),
     ]
+    assert [t.malformed for t in (right, wrong, silent)] == [False, False, True]
     prompt = text_tokenizer().decode(right.token_ids[~right.action_mask])
     assert prompt == f"{task.question}\nThink step by step, then give the final answer in \\boxed{{}}."
 

@@ -85,7 +85,7 @@ class PythonTool:
             return StepResult("\n".join(map(self._shown, outcomes)), role="tool", info={"tool_calls": self._calls})
         answer = boxed_answer(action)
         if answer is None:
-            return StepResult("Call the tool, or give the final answer in \\boxed{}.")
+            return StepResult("Call the tool, or give the final answer in \\boxed{}.", malformed=True)
         solved = await is_equal(answer, boxed_answer(self._task.answer) or self._task.answer)
         info = {"outcome": "right" if solved else "wrong", "tool_calls": self._calls}
         return StepResult(reward=float(solved), done=True, success=solved, info=info)

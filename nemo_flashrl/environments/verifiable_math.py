@@ -118,7 +118,8 @@ class VerifiableMath:
         answer = boxed_answer(action)
         solved = answer is not None and await is_equal(answer, boxed_answer(self._task.answer) or self._task.answer)
         outcome = "no_answer" if answer is None else "right" if solved else "wrong"
-        return StepResult(reward=float(solved), done=True, success=solved, info={"outcome": outcome})
+        info = {"outcome": outcome}
+        return StepResult(reward=float(solved), done=True, success=solved, info=info, malformed=answer is None)
 
     async def close(self) -> None:
         self._task = None
