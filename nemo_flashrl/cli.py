@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_flashrl.ablation.command import add_ablate
 from nemo_flashrl.diagnostics.commands import add_doctor, add_report
 from nemo_flashrl.launch.plan_command import add_plan
 from nemo_flashrl.rollout_server.command import add_serve_rollout
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_plan(commands)
     add_convert(commands)
+    add_ablate(commands)
     return parser
 
 
