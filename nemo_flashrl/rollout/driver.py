@@ -49,7 +49,7 @@ class RolloutDriver:
         self.engine = engine
         self.collector = collector
         self._lag, self._uses = lag, uses
-        self._uses_left = 0  # of the batch in training
+        self._used = 0  # optimizer steps done on the batch in training
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
         self._loop = asyncio.new_event_loop()
@@ -67,8 +67,7 @@ class RolloutDriver:
             ValueError: every episode of the batch ended in an error of the environment: it is broken, not unlucky.
             Whatever an engine, an episode or the collector raised since the last call.
         """
-        if self._uses_left:
-            assert self._in_training is not None
+        if self._in_training is not None and self._used:
             return self._handed_over(self._in_training, policy_version, again=True)
         while len(self._ahead) <= self._lag:
             batch = self._call(self.collector.collect(policy_version))
@@ -78,7 +77,7 @@ class RolloutDriver:
                     f"environment: all {len(batch.trajectories)} episodes of a batch failed; the first: {error}"
                 )
             self._ahead.append(batch)
-        self._uses_left = self._uses
+        self._used = 0
         return self._handed_over(self._ahead.popleft(), policy_version)
 
     def _handed_over(self, batch: Batch, policy_version: int, again: bool = False) -> Batch:
@@ -105,8 +104,8 @@ class RolloutDriver:
     def trained(self) -> None:
         """The step on the batch that `collect` returned last is done; with its last use, its prompts are too."""
         assert self._in_training is not None, "no batch is in training"
-        self._uses_left -= 1
-        if self._uses_left:
+        self._used += 1
+        if self._used < self._uses:
             return
         self._call(_soon(self.collector.trained, self._in_training))
         self._in_training = None
