@@ -60,6 +60,7 @@ class CreditRules:
         Raises:
             ValueError: the algorithm refuses the batch.
         """
+        # An algorithm refuses a trajectory without a token: one that is left out for that counts as one token long.
         advantages, weights = algorithm.weigh(outcomes.rewards, outcomes.action_counts.clamp(min=1), outcomes.groups)
         weights = torch.where(outcomes.left_out, 0, weights)
         shaped = advantages + outcomes.shaping
