@@ -64,7 +64,12 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def _hydra_override(override: str) -> str:
-    """A field that the file leaves at its default may be set too; the typed merge refuses what is no field."""
+    """A field that the file leaves at its default may be set too; the typed merge refuses what is no field.
+
+    `~key` takes out what the file sets: settings of an algorithm that another one does not know.
+    """
+    if override.startswith("~"):
+        return override
     key, separator, _ = override.partition("=")
     if not separator or not key:
         raise ValueError(f"override {override!r} is not of the form key=value")

@@ -1,0 +1,39 @@
+"""The presets of `conf/budget` compose with every shipped experiment, and say what their names promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
+from nemo_flashrl.config import load, settings_of
+from nemo_flashrl.conflicts import changed_settings, conflict_table
+
+CONF = Path(__file__).parents[1] / "conf"
+PROMISES = {  # key -> value
+    "100h": {"kl.coefficient": 0.01, "kl.schedule": "fixed", "rollout.temperature": 1.0, "advantage.clip": None},
+    "1000h": {"kl.coefficient": 0.005, "rollout.temperature": 0.9, "selection.tokens": "actions"},
+    "10000h": {"kl.schedule": "annealed", "reference.mode": "ema", "curriculum.mode": "adaptive"},
+}
+
+
+def test_every_preset_is_here() -> None:
+    assert {path.stem for path in (CONF / "budget").glob("*.yaml")} == PROMISES.keys()
+
+
+@pytest.mark.parametrize("budget", PROMISES)
+@pytest.mark.parametrize("experiment", ["rehearsal", "llama3_8b_32k"])
+def test_a_preset_composes_and_has_no_conflict(budget: str, experiment: str) -> None:
+    # The second names a setting of FlashREINFORCE itself, which GRPO does not know.
+    without = ["~algorithm.settings.delta"] if experiment == "llama3_8b_32k" else []
+    config = load(experiment, ["output=x", "model.path=x", f"+budget={budget}", "trainer.steps=7", *without])
+    for key, value in PROMISES[budget].items():
+        section, field = key.split(".")
+        assert getattr(getattr(config, section), field) == value, key
+    assert config.algorithm.name == "grpo" and config.trainer.steps == 7
+    settings = settings_of(Grpo, config.algorithm.settings, "algorithm")
+    assert settings == GrpoSettings(group_size=8, normalisation="z_score")
+    assert config.rollout.batch_size % settings.group_size == 0
+    assert conflict_table(changed_settings(config, Grpo(settings))) == ""
+    assert config.environment.name == load(experiment, ["output=x", "model.path=x"]).environment.name
