@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -203,14 +203,18 @@ def plan_steps(
         i: token_advantages(trajectories[i], assigned.turn_advantages[place[i]])
         for i in (kept if assigned.turn_advantages else ())
     }
+    known = [t.temperature for t in batch.trajectories if t.temperature is not None]
+    with_temperatures = len(known) == len(batch.trajectories)
     steps = []
     for rank_plan in plan.ranks:
         microbatches = []
         for members in rank_plan:
             rows = torch.tensor([place[i] for i in members], dtype=torch.int64)
             held = [trajectories[i] for i in members]
+            tempered = {"temperatures": _sampled_at(held)} if with_temperatures else {}
             microbatches.append(
                 {
+                    **tempered,
                     **lay_out(held, settings.multiple, [by_token[i] for i in members] if by_token else ()),
                     "advantages": _rows_or_zero(assigned.advantages[rows]),
                     "token_weights": _rows_or_zero(assigned.token_weights[rows]),
@@ -222,6 +226,11 @@ def plan_steps(
             )
         steps.append(RankStep(microbatches, dict(metrics), shown, assign=assign, rewards=outcomes.rewards))
     return steps
+
+
+def _sampled_at(held: Sequence[Trajectory]) -> Tensor:
+    """The temperature of each trajectory, float64 [R]; 1 for a row of padding."""
+    return torch.tensor([t.temperature for t in held] or [1.0], dtype=torch.float64)
 
 
 def _rows_or_zero(values: Tensor) -> Tensor:

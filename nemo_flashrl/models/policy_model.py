@@ -14,7 +14,7 @@ from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.models.loss_reduction import PolicyLossReduction, loss_scale, token_batch
-from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head
+from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head, temperatures_of
 from nemo_flashrl.weights.hf_folder import load_hf_folder
 from nemo_flashrl.weights.lora import LoraSettings, add_lora
 
@@ -72,7 +72,7 @@ class PolicyModel(llm.GPTModel):
             return self._run(batch)
         overlap = self.trainer.strategy.ddp_config.overlap_grad_reduce
         request = PolicyRequest(self.algorithm, token_batch(batch), loss_scale(), grad_hooks=overlap)
-        with head.scoring(batch["targets"], request):
+        with head.scoring(batch["targets"], request, temperatures=temperatures_of(batch)):
             loss = self._run(batch)
         self.training_loss_reduction.request = request
         return loss
@@ -82,7 +82,7 @@ class PolicyModel(llm.GPTModel):
         head = find_head(self.module)
         if head is None:
             return self._run(batch)
-        with head.scoring(batch["targets"], entropies=entropies):
+        with head.scoring(batch["targets"], entropies=entropies, temperatures=temperatures_of(batch)):
             return self._run(batch)
 
     def _run(self, batch: dict[str, Tensor]) -> Tensor:
