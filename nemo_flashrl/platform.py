@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import random
 import resource
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,29 @@ def _host_group() -> torch.distributed.ProcessGroup:
     return torch.distributed.new_group(backend="gloo")
 
 
+def make_process_group(
+    store: torch.distributed.Store, rank: int, size: int, timeout: float
+) -> torch.distributed.Backend:
+    """A group that has nothing to do with the default one, between processes that may be of different environments.
+
+    Needs torch alone. A device of a GPU's collectives is that of the tensors. `timeout` is in seconds.
+
+    Raises:
+        ValueError: rank 0 has another library, or another version of it; they do not understand each other.
+    """
+    limit = timedelta(seconds=timeout)
+    library = f"nccl {torch.cuda.nccl.version()}" if has_gpu() else "gloo"
+    if rank == 0:
+        store.set("library", library)
+    elif (other := store.get("library").decode()) != library:
+        raise ValueError(f"rank 0 communicates through {other}, rank {rank} through {library}: they must be the same")
+    if not has_gpu():
+        return torch.distributed.ProcessGroupGloo(store, rank, size, limit)
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = 10 * limit  # torch ends the process at its own; callers give up, and abort, before it
+    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
+
+
 def memory_use() -> dict[str, float]:
     """This process's memory since the last call, GiB: the most in tensors, the most held, the device's, and retries.
 
@@ -77,6 +101,20 @@ def memory_use() -> dict[str, float]:
 def host_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory of the host; where there is a GPU its pages are locked, so that copies run beside it."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=has_gpu())
+
+
+def describe() -> dict[str, str]:
+    """What this machine offers: number and name of devices, memory of the first, versions; "" for what is not there."""
+    count = torch.cuda.device_count() if has_gpu() else 0
+    first = torch.cuda.get_device_properties(0) if count else None
+    return {
+        "torch": torch.__version__,
+        "devices": str(count),
+        "name": first.name if first else "",
+        "memory_gib": f"{first.total_memory / 2**30:.1f}" if first else "0",
+        "CUDA": torch.version.cuda or "",
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if count else "",
+    }
 
 
 def synchronize() -> None:

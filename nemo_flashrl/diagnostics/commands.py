@@ -31,7 +31,8 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         help="name what is wrong with a run, or before one, with the evidence and the setting to change",
         description="Read a run's metrics and name what is wrong: evidence, likely causes, the setting to change. "
         "Or look before a run: `rewards CONFIG` at the terms of the reward over a set of samples (distribution, "
-        "outliers, correlation with length), `groups CONFIG` at how much the rollouts of one prompt differ. "
+        "outliers, correlation with length), `groups CONFIG` at how much the rollouts of one prompt differ, "
+        "`env [CONFIG]` at this node. "
         "Exit code 0: nothing found; 1: something is.",
         epilog="examples: flashrl doctor runs/first\n"
         "          flashrl doctor rewards my_run.yaml model.path=warm_start --from-run runs/first\n"
@@ -42,7 +43,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folder of a run, still going on or ended; or `rewards` or `groups`, CONFIG and key=value settings",
+        help="folder of a run, still going on or ended; or `rewards`, `groups` or `env`, CONFIG and key=value settings",
     )
     doctor.add_argument(
         "--from-run", type=Path, default=None, metavar="RUN", help="rewards: score what this run sampled last"
@@ -85,6 +86,12 @@ def _doctor(options: argparse.Namespace) -> int:
     from nemo_flashrl.diagnostics.doctor import as_text, examine
     from nemo_flashrl.diagnostics.run_folder import read_run
 
+    if options.runs[0] == "env":
+        from nemo_flashrl.launch.node_check import check_node
+
+        text, bad = check_node(next(iter(options.runs[1:]), None), options.runs[2:])
+        print(text)
+        return 1 if bad else 0
     if options.runs[0] in LOOKS:
         return _look(options)
     found = False
