@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from processes import run_ranks
 from tiny import random_trajectories
 
-from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce
-from nemo_flashrl.data.datamodule import plan_steps
+from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.data.datamodule import RolloutDataModule, plan_steps
 from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
 from nemo_flashrl.data.packing import pad_rows
 from nemo_flashrl.data.scatter import stage_share
@@ -62,6 +63,18 @@ def test_an_error_of_the_collector_reaches_every_rank(tmp_path) -> None:
     run_ranks(2, "collector_error", tmp_path, timeout=60)
     seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert seen == [["ConnectionError", "no server answers"]] * 2
+
+
+def test_a_batch_that_is_used_again_is_no_new_one(monkeypatch) -> None:
+    """Mean rewards 1 and 0, each used twice, then 2: the window holds 1 and 0, so that A = 2 - 1/2."""
+    monkeypatch.setattr("megatron.core.parallel_state.get_data_parallel_world_size", lambda: 1)
+    made = [tuple(replace(t, reward=r) for t in random_trajectories(4, 50)) for r in (1.0, 0.0, 2.0)]
+    source = iter([made[0], made[0], made[1], made[1], made[2]])
+    algorithm = FlashReinforce(FlashReinforceSettings(baseline="window"))
+    batcher = LengthBatcher(BatchingSettings(150, 100, context_margin=0.0))
+    data = RolloutDataModule(lambda version: Batch(next(source), version), algorithm, batcher)
+    steps = [data._collect_and_plan(version)[1][0] for version in range(5)]
+    assert [set(step.advantages) for step in steps] == [{0.0}, {0.0}, {-1.0}, {-1.0}, {1.5}]
 
 
 def test_a_stage_gets_what_it_reads() -> None:
