@@ -100,13 +100,13 @@ def write_run(folder: Path, steps: list[dict], rows: list[dict]) -> None:
 
 
 def test_costs_by_hand(tmp_path: Path) -> None:
-    """Step 1: two of three have an advantage, the gate admits half; step 2: one of two. 2 * 0.5 + 1 = 2."""
+    """Step 1: two have an advantage, the gate admits half; step 2: one has. 2 * 0.5 + 1 = 2. Six episodes ended."""
     steps = [
-        {"step": 1, "step_seconds": 3.0, "gate_acceptance": 0.5, "episodes_done": 4.0, "episodes_in_flight": 9.0},
-        {"step": 2, "step_seconds": 5.0, "episodes_done": 1.0, "episodes_turn_limit": 1.0},
+        {"step": 1, "step_seconds": 3.0, "effective_samples": 2.0, "gate_acceptance": 0.5, "episodes_done": 4.0},
+        {"step": 2, "step_seconds": 5.0, "effective_samples": 1.0, "episodes_done": 1.0, "episodes_turn_limit": 1.0},
     ]
-    advantages = [(1, 0.5), (1, -0.5), (1, 0.0), (2, 1.0), (2, None)]
-    write_run(tmp_path / "run", steps, [{"step": s, "tokens": 10, "advantage": a} for s, a in advantages])
+    steps[0]["episodes_in_flight"] = 9.0
+    write_run(tmp_path / "run", steps, [{"step": 1, "tokens": 10}] * 5)
     spent = cost(read_run(tmp_path / "run"))
     assert spent == Cost(samples=6, tokens=50, seconds=8.0, effective=2.0)
     assert [spent.per_effective(what) for what in ("samples", "tokens", "seconds")] == [3.0, 25.0, 4.0]
@@ -138,8 +138,8 @@ def test_runs_are_kept_and_compared(tmp_path: Path, monkeypatch, capsys) -> None
             raise RuntimeError("training ended with exit code 1")
         success = 0.3 + 0.1 * config.trainer.seed + 0.2 * (config.advantage.clip is not None)
         success += 0.01 * (config.trainer.seed == 1 and config.advantage.clip is not None)
-        steps = [{"step": n, "step_seconds": 1.0, "success": success} for n in range(1, 21)]
-        write_run(Path(config.output), steps, [{"step": 1, "tokens": 7, "advantage": 1.0}])
+        steps = [{"step": n, "step_seconds": 1.0, "success": success, "effective_samples": 1.0} for n in range(1, 21)]
+        write_run(Path(config.output), steps, [{"step": 1, "tokens": 7}])
         save(config, Path(config.output) / "config.yaml")
 
     monkeypatch.setattr(ablation, "run_training", stand_in)

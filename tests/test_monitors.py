@@ -16,7 +16,8 @@ from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.config import load
 from nemo_flashrl.conflicts import changed_settings, conflict_table, report_conflicts
 from nemo_flashrl.diagnostics.json_lines import read_json_lines
-from nemo_flashrl.diagnostics.metrics import group_metrics, selected_share, trajectory_metrics
+from nemo_flashrl.diagnostics.metric_table import from_machine
+from nemo_flashrl.diagnostics.metrics import group_metrics, trajectory_metrics
 from nemo_flashrl.diagnostics.monitors import RULES, Monitors
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.resume import EXIT_MONITOR
@@ -85,8 +86,6 @@ def test_few_unique_samples_are_told_once(caplog) -> None:
 
 
 def test_numbers_that_monitors_look_at() -> None:
-    assert selected_share([0.5, 0.0, math.nan, -1.0]) == 0.5
-    assert selected_share([0.5, 0.0, math.nan, -1.0], acceptance=0.5) == 0.25
     group = random_trajectories(4, 131, group_size=4)
     same = [group[0], group[0], group[1], group[2]]
     assert group_metrics([t.__class__(**{**_fields(t), "group": 0}) for t in same], [1.0] * 4)[
@@ -150,20 +149,37 @@ def model(tmp_path_factory):
 
 
 def test_a_reached_limit_ends_the_run_with_a_checkpoint(model, tmp_path) -> None:
-    """Grouped rollouts at a temperature near 0 say the same; the run stops at step 2 and goes on when told to."""
+    """Grouped rollouts at a temperature near 0 say the same; the run stops at step 2 and goes on when told to.
+
+    Temperature, group size and curriculum move all the while: what goes on is what a run in one go does.
+    """
     run = tmp_path / "run"
     settings = [
-        f"output={run}", f"model.path={model}", "algorithm=grpo", "trainer.steps=4", "rollout.batch_size=16",
-        "rollout.temperature=0.05", "environment.settings.num_tasks=40",
+        f"model.path={model}", "algorithm=grpo", "trainer.steps=4", "rollout.batch_size=16",
+        "rollout.temperature_schedule=[[0,0.05],[0.5,0.1]]", "environment.settings.num_tasks=40",
+        "curriculum.mode=adaptive", "curriculum.classes=hops", "curriculum.share=0.75", "group_size.every=3",
     ]  # fmt: skip
     limits = ["monitors.unique_samples=0.9", "monitors.patience=2"]
-    said = run_ranks(1, "training", "rehearsal", *settings, *limits, exit_codes=(EXIT_MONITOR,))
+    said = run_ranks(1, "training", "rehearsal", f"output={run}", *settings, *limits, exit_codes=(EXIT_MONITOR,))
     assert "stopped by a monitor after step 2 of 4: unique_sample_share=" in said
     assert "is below monitors.unique_samples=0.9 for 2 steps" in said
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step=2"]
     assert not (run / "preempted").exists() and not (run / "checkpoint").exists()  # no requeue, no export
-    run_ranks(1, "training", "rehearsal", *settings)
-    assert [line["step"] for line in read_json_lines(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    run_ranks(1, "training", "rehearsal", f"output={run}", *settings)
+    straight = tmp_path / "straight"
+    run_ranks(1, "training", "rehearsal", f"output={straight}", *settings, "checkpoint.every_steps=0")
+    lines, right = (
+        [{k: v for k, v in line.items() if not from_machine(k)} for line in read_json_lines(folder / "metrics.jsonl")]
+        for folder in (run, straight)
+    )
+    assert lines == right
+    assert [(line["step"], line["temperature"]) for line in lines] == [(1, 0.05), (2, 0.05), (3, 0.1), (4, 0.1)]
+    assert [line["group_size"] for line in lines] == [8, 8, 8, 4]  # told by three steps, two of them before the stop
+    assert (
+        lines[2]["curriculum_share_3"]
+        != lines[3]["curriculum_share_3"]
+        == pytest.approx(lines[0]["curriculum_share_3"])
+    )
 
 
 def test_techniques_of_different_rooms_train_together(model, tmp_path) -> None:
@@ -185,5 +201,6 @@ def test_techniques_of_different_rooms_train_together(model, tmp_path) -> None:
     assert all(0 < line["curriculum_share_3"] < 1 for line in lines)
     advantages = [r["advantage"] for r in read_json_lines(run / "trajectories.jsonl") if r["advantage"] is not None]
     assert max(map(abs, advantages)) == 0.5  # the clip
-    assert {"kl", "length_penalty", "selected_share", "length_trend"} <= lines[-1].keys()
+    assert {"kl", "length_penalty", "length_trend"} <= lines[-1].keys()
+    assert all(line["selected_share"] == line["effective_samples"] / 16 for line in lines)
     assert json.dumps(lines[-1]["total_trajectories_trained"]) == "32.0"

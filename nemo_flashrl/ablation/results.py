@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -48,19 +47,14 @@ def outcome(run: RunRecord, measure: str | None) -> tuple[str, float]:
 
 def cost(run: RunRecord) -> Cost:
     """Read from `metrics.jsonl` and `trajectories.jsonl`."""
-    effective: Counter[int] = Counter()
-    tokens = rows = 0
-    for row in read_json_lines(run.trajectories):
-        rows += 1
-        tokens += row["tokens"]
-        effective[row["step"]] += bool(row["advantage"])  # null where it was left out
-    accepted = {step["step"]: step.get("gate_acceptance", 1.0) for step in run.steps}
+    uses = run.configuration.get("rollout", {}).get("uses", 1)  # a batch's numbers stand there with each of its uses
+    tokens = sum(row["tokens"] for row in read_json_lines(run.trajectories))
     ended = sum(v for step in run.steps for k, v in step.items() if k.startswith("episodes_") and k not in NO_ENDS)
     return Cost(
-        samples=max(int(ended), rows),
-        tokens=tokens,
+        samples=round(ended / uses),
+        tokens=round(tokens / uses),
         seconds=float(np.nansum(run.column("step_seconds"))),
-        effective=sum(count * accepted.get(step, 1.0) for step, count in effective.items()),
+        effective=sum(s["effective_samples"] * s.get("gate_acceptance", 1.0) for s in run.steps) / uses,
     )
 
 

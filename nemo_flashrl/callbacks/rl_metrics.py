@@ -15,7 +15,7 @@ from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
 from nemo_flashrl.data.datamodule import RankStep, RolloutDataModule
 from nemo_flashrl.diagnostics.action_share import ActionShareWarning
 from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines, read_metrics
-from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, selected_share, trajectory_metrics
+from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, trajectory_metrics
 from nemo_flashrl.diagnostics.monitors import Monitors
 from nemo_flashrl.diagnostics.progress import Progress
 from nemo_flashrl.diagnostics.trajectory_log import readable, trajectory_row
@@ -96,7 +96,9 @@ class RLMetricsCallback(pl.Callback):
             **self._times(step),
             **memory,
         }
-        record["selected_share"] = selected_share(step.advantages, record.get("gate_acceptance", 1.0))
+        # Whom a gate rejects is known on the ranks that hold it: taken off in proportion.
+        trained = record["effective_samples"] * record.get("gate_acceptance", 1.0)
+        record["selected_share"] = trained / len(step.batch.trajectories)
         record |= self.monitors.see(record)
         self._write(record, step, trainer)
         self._progress.step_done(record)

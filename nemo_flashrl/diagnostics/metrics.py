@@ -65,15 +65,6 @@ def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
     return -total / max(sum(t.action_count for t in trajectories), 1)
 
 
-def selected_share(advantages: Sequence[float], acceptance: float = 1.0) -> float:
-    """Share of the batch that is trained with an advantage other than 0; what is left out has NaN.
-
-    A gate's rejections (`acceptance`: its share of admitted trajectories) are taken off in proportion.
-    """
-    values = np.asarray(advantages, dtype=np.float64)
-    return float((np.isfinite(values) & (values != 0)).mean() * acceptance)
-
-
 def group_metrics(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> dict[str, float]:
     """How groups of two or more differ inside; empty where every prompt has one rollout.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ def rollout_metrics(
 
 def _temperature(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     known = [t.temperature for t in trajectories if t.temperature is not None]
-    return {"temperature": sum(known) / len(known)} if known else {}
+    return {"temperature": statistics.fmean(known)} if known else {}
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:

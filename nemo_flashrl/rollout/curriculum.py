@@ -30,7 +30,7 @@ class Curriculum:
     Args:
         classes: the class of each task, a name; tasks without a class of their own are given different names.
         seed: of the draws and of the order inside a class.
-        adaptive_steps: optimizer steps before the mixture is fixed.
+        adaptive_steps: batches trained before the mixture is fixed.
         floor: share of its mixture that a class keeps whatever its success is, 0 to 1.
         mixture: class -> weight; the number of its tasks where it is empty.
 

@@ -68,7 +68,7 @@ def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
     return Curriculum(
         classes_of(tasks, curriculum.classes),
         seed=seed,
-        adaptive_steps=round(curriculum.share * config.trainer.steps),
+        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.uses),  # batches
         floor=curriculum.floor,
         mixture=curriculum.mixture,
     )
