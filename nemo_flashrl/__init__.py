@@ -12,6 +12,8 @@
     callbacks/       around the optimizer step: weights to the sampler, metrics
     weights/         shards <-> Hugging Face names
     diagnostics/     what a run shows
+    ablation/        one setting at a time, over seeds
+    conflicts.py     settings that hide each other
     rehearsal/       the whole path, small, on a CPU
     launch/          processes and jobs
     platform.py      CPU and GPU differences, upstream patches
