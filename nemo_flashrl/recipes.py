@@ -55,6 +55,7 @@ def slurm_executor(
     partition: str | None = None,
     time: str = "1-00:00:00",
     tunnel: run.LocalTunnel | run.SSHTunnel | None = None,
+    packager: run.Packager | None = None,
     overrides: list[str] | None = None,
     **options: Any,
 ) -> run.SlurmExecutor:
@@ -63,6 +64,7 @@ def slurm_executor(
     Args:
         tunnel: how the cluster is reached; None: this machine is a login node. NeMo-Run keeps a local tunnel's jobs
             under $NEMORUN_HOME/experiments, and finds them nowhere else.
+        packager: what of this machine's code travels; None: nothing, as the image or the nodes have this package.
         options: further fields of run.SlurmExecutor.
 
     Raises:
@@ -80,6 +82,7 @@ def slurm_executor(
         container_image=container_image,
         container_mounts=container_mounts or [],
         env_vars=dict(cluster.environment),
+        packager=packager or run.Packager(),
         tunnel=tunnel or run.LocalTunnel(job_dir=str(home / "experiments")),
         **options,
     )

@@ -38,6 +38,7 @@ def test_the_executor_has_the_configurations_cluster(monkeypatch: pytest.MonkeyP
     assert (executor.nodes, executor.ntasks_per_node, executor.gpus_per_node) == (4, 8, 8)
     assert (executor.account, executor.partition, executor.mem) == ("team", "gpu", "0")
     assert executor.env_vars["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert type(executor.packager) is run.Packager  # NeMo-Run's own default asks for a git checkout
     assert executor.tunnel.job_dir == str(tmp_path / "experiments")
 
 
