@@ -3,6 +3,7 @@
     python benchmarks/rehearsal.py seeds  --runs runs/seeds          # 5 seeds, FlashREINFORCE
     python benchmarks/rehearsal.py grpo   --runs runs/grpo           # 5 seeds, GRPO G=8, as many trajectories
     python benchmarks/rehearsal.py lag    --runs runs/lag            # lag 4 and 16; corrected, ratio only, neither
+    python benchmarks/rehearsal.py techniques --runs runs/techniques --seeds 0 1 2    # FlashREINFORCE beyond the paper
     python benchmarks/rehearsal.py table  --runs runs/seeds runs/grpo runs/lag
 
 Every run is `flashrl rehearse` in processes of its own. Finished runs are kept and not run again.
@@ -21,6 +22,19 @@ from pathlib import Path
 UNCORRECTED = ["algorithm.settings.importance_sampling=false", "algorithm.settings.delta=inf"]
 RATIO_ONLY = ["algorithm.settings.delta=inf"]
 GUARD_OFF = "algorithm.settings.ratio_guard=inf"
+TECHNIQUES = {
+    "plain": [],
+    "window": ["algorithm.settings.baseline=window"],
+    "both": ["algorithm.settings.baseline=both"],
+    "normalise": ["algorithm.settings.normalise=true"],
+    "both-normalise": ["algorithm.settings.baseline=both", "algorithm.settings.normalise=true"],
+    "turns": ["advantage.turn_coefficient=1", "advantage.turn_discount=0.9"],
+    "entropy": ["algorithm.settings.negative_token_fraction=0.2"],
+    "value_head": ["value_head.learning_rate=0.05"],
+    "uses2": ["rollout.uses=2"],  # as many steps, half as many trajectories
+    "ratio_clip": ["algorithm.settings.ratio_clip=0.1", "algorithm.settings.delta=inf", "rollout.lag=4"],
+    "no_ratio_clip": ["algorithm.settings.delta=inf", "rollout.lag=4"],  # what the line before is compared with
+}
 
 
 def plans(kind: str, seeds: list[int]) -> dict[str, list[str]]:
@@ -29,6 +43,8 @@ def plans(kind: str, seeds: list[int]) -> dict[str, list[str]]:
         return {f"seed{s}": ["--seed", str(s)] for s in seeds}
     if kind == "grpo":
         return {f"seed{s}": ["--seed", str(s), "--algorithm", "grpo"] for s in seeds}
+    if kind == "techniques":
+        return {f"{n}-seed{s}": ["--seed", str(s), *overrides] for s in seeds for n, overrides in TECHNIQUES.items()}
     corrections = {"both": [], "ratio": RATIO_ONLY, "neither": [*UNCORRECTED, GUARD_OFF]}
     return {
         f"lag{lag}-{name}-seed{s}": ["--seed", str(s), f"rollout.lag={lag}", *overrides]
@@ -67,7 +83,7 @@ def row(folder: Path) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["seeds", "grpo", "lag", "table"])
+    parser.add_argument("kind", choices=["seeds", "grpo", "lag", "techniques", "table"])
     parser.add_argument("--runs", type=Path, nargs="+", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     options = parser.parse_args()
