@@ -197,7 +197,7 @@ def test_techniques_of_different_rooms_train_together(model, tmp_path) -> None:
     lines = list(read_json_lines(run / "metrics.jsonl"))
     assert [line["temperature"] for line in lines] == pytest.approx([1.0, 1.0, 0.85])
     assert lines[0]["group_size"] == 8 and lines[-1]["group_size"] == 16
-    assert all(line["logprob_difference_max"] < 1e-3 for line in lines)  # the head knows the temperature
+    assert all(line["logprob_difference_max"] < 1e-4 for line in lines)  # the head knows the temperature
     assert all(0 < line["curriculum_share_3"] < 1 for line in lines)
     advantages = [r["advantage"] for r in read_json_lines(run / "trajectories.jsonl") if r["advantage"] is not None]
     assert max(map(abs, advantages)) == 0.5  # the clip

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from nemo_flashrl.ablation.comparison import BETTER, NOT_TOLD, WORSE, Comparison
 
-WIDTH, LEFT, RIGHT, ROW, TOP = 860, 300, 40, 34, 56
+PLOT, RIGHT, ROW, TOP, CHARACTER = 520, 40, 34, 56, 7  # pixels
 COLOURS = {BETTER: "#1a7f37", WORSE: "#b3261e", NOT_TOLD: "#5f6368", "": "#1f4e79"}
 
 
@@ -17,15 +17,21 @@ def draw(rows: Sequence[Comparison], values: Mapping[str, Mapping[int, float]], 
     points = [value for own in values.values() for value in own.values()]
     points += [bound for row in rows for bound in (row.own.low, row.own.high) if math.isfinite(bound)]
     low, high = min(points), max(points)
+    labels = {row.variant: f"{row.variant} ({row.verdict})" if row.verdict else row.variant for row in rows}
+    left = 28 + CHARACTER * max(map(len, labels.values()))
+    width = left + PLOT + RIGHT
     margin = 0.05 * (high - low) or 0.05 * (abs(high) or 1)
     low, high = low - margin, high + margin
 
     def x(value: float) -> float:
         inside = min(max(value, low), high)
-        return LEFT + (inside - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+        return left + (inside - low) / (high - low) * PLOT
 
     bottom = TOP + ROW * len(rows)
-    parts = [_text(16, 24, title, size=15, weight="bold"), _text(16, 42, f"{measure}: seeds, mean and 95% interval")]
+    parts = [
+        _text(16, 24, title, size=15, weight="bold"),
+        _text(16, 42, f"{measure}: seeds, mean, 95% interval; in brackets what the differences seed by seed support"),
+    ]
     for tick in range(5):
         value = low + margin + (high - low - 2 * margin) * tick / 4
         parts.append(_line(x(value), TOP, x(value), bottom, "#e0e0e0"))
@@ -33,15 +39,14 @@ def draw(rows: Sequence[Comparison], values: Mapping[str, Mapping[int, float]], 
     parts.append(_line(x(rows[0].own.mean), TOP, x(rows[0].own.mean), bottom, COLOURS[""], dash="5 4"))
     for number, row in enumerate(rows):
         y, colour = TOP + ROW * (number + 0.5), COLOURS[row.verdict]
-        verdict = f" ({row.verdict})" if row.verdict else ""
-        parts.append(_text(LEFT - 12, y + 4, f"{row.variant}{verdict}", anchor="end", fill=colour))
+        parts.append(_text(left - 12, y + 4, labels[row.variant], anchor="end", fill=colour))
         parts.append(_line(x(row.own.low), y, x(row.own.high), y, colour, width=2))
         own = values[row.variant].values()
         parts += [f'<circle cx="{x(v):.1f}" cy="{y:.1f}" r="3" fill="none" stroke="{colour}"/>' for v in own]
         parts.append(f'<rect x="{x(row.own.mean) - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"/>')
-    size = f'width="{WIDTH}" height="{bottom + 30}" viewBox="0 0 {WIDTH} {bottom + 30}"'
+    size = f'width="{width}" height="{bottom + 30}" viewBox="0 0 {width} {bottom + 30}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{bottom + 30}" fill="white"/>', *parts, "</svg>", ""])
+    return "\n".join([head, f'<rect width="{width}" height="{bottom + 30}" fill="white"/>', *parts, "</svg>", ""])
 
 
 def _text(
