@@ -63,7 +63,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
                 pytest.skip(f"Slurm cannot be brought up here: {started.stderr.strip().splitlines()[-1:]}")
             yield folder
         finally:
-            subprocess.run([HERE / "down.sh", folder], timeout=60)
+            subprocess.run([HERE / "down.sh"], timeout=60)
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Slurm's own daemons as a cluster of three nodes on this machine: up.sh FOLDER, undone by down.sh FOLDER.
+# Slurm's own daemons as a cluster of three nodes on this machine: up.sh FOLDER, undone by down.sh.
 #
 # A node is a slurmd in namespaces of its own: network, host name and mounts. Nothing outside FOLDER is changed but a
 # bridge, network namespaces and, where none runs, munged; GPUs are counted, not there. Needs root.
 set -euo pipefail
+"$(dirname "$0")/down.sh" # of a session that was killed
 folder=$1
 head=$(hostname -s)
 mkdir -p "$folder"/{state,log,run}
@@ -18,7 +19,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=cred_expire=5
 SlurmdParameters=config_overrides
-SlurmctldPidFile=$folder/run/slurmctld.pid
+SlurmctldPidFile=/run/flashrl-slurmctld.pid
 SlurmdPidFile=$folder/run/slurmd.%n.pid
 SlurmdSpoolDir=$folder/%n
 TmpFS=$folder/%n
