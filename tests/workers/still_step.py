@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import torch
-from workers.parity import Driver, make_run
 
 from nemo_flashrl.weights.hf_folder import write_hf_folder
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
+from workers.parity import Driver, make_run
 
 
 def main(
