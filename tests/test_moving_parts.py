@@ -35,9 +35,7 @@ def test_a_group_grows_above_the_threshold_and_shrinks_below() -> None:
     assert GroupSize(4, every=1, threshold=0, batch_size=24).sizes == [4, 8]  # 16 and 32 do not divide 24
     for start, batch in ((5, 40), (16, 24), (8, 6)):
         told = f"group_size={start}: with group_size.every=1 and rollout.batch_size={batch}"
-        with pytest.raises(
-            ValueError, match=f"group_size={start}: with group_size.every=1 and rollout.batch_size={batch}"
-        ):
+        with pytest.raises(ValueError, match=told):
             GroupSize(start, every=1, threshold=0.3, batch_size=batch)
 
 

@@ -146,7 +146,10 @@ def test_each_token_has_the_temperature_that_it_was_sampled_at(way, entropy, dty
     right = expected(inputs, temperature=temperature, **settings)
     bound = 1e-14 if dtype == torch.float64 else 2e-6
     assert ((actual[1] - right[1]).abs() <= bound * right[1].abs().clamp(min=1)).all()
-    assert all(relative(a, b) <= (2e-14 if dtype == torch.float64 else 2**-8) for a, b in zip(actual[2:], right[2:]))
+    assert all(
+        relative(a, b) <= (2e-14 if dtype == torch.float64 else 2**-8)
+        for a, b in zip(actual[2:], right[2:], strict=True)
+    )
     for old in (1.0, 0.85):  # one for all is wrong on the other part
         wrong = expected(inputs, temperature=old, **settings)
         assert (wrong[1] - right[1]).abs().max() > 0.05 and relative(wrong[3], right[3]) > 0.02
