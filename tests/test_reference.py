@@ -77,7 +77,10 @@ def test_reference(case, run: str) -> None:
     if "bf16" in run:
         return
     last = [row for r in ranks for row in r["rows"][-1]]
-    tokens, logprobs = last[0]
+    later_tokens, logprobs = last[0]
+    trajectories = pickle.loads((root / "trajectories.pkl").read_bytes())
+    (tokens,) = (t.token_ids for t in trajectories if t.token_ids[1:].tolist() == later_tokens.tolist())
+    tokens = torch.from_numpy(tokens)
     right = hf_logprobs(folder, steps[-1]["reference"], tokens)
     assert ((logprobs[:-1].double() - right).abs() <= 1e-5 * right.abs().clamp(min=1)).all()
     wrong = hf_logprobs(folder, policies[-1], tokens)  # the policy's own

@@ -23,7 +23,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """A folder, and of each trajectory (by its tokens) the log-probs and entropies of plain float64 torch."""
+    """A folder, and of each trajectory, by its later tokens, the log-probs and entropies of plain float64 torch."""
     from transformers import AutoModelForCausalLM
 
     root = tmp_path_factory.mktemp("scoring")
@@ -40,7 +40,7 @@ def case(tmp_path_factory):
             logprobs = table[:-1].gather(-1, ids[0, 1:, None])[:, 0]
             untempered = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
             assert (untempered - logprobs).abs().max() > 0.1  # the wrong answer would show
-            expected[tuple(trajectory.token_ids)] = (logprobs, -(table.exp() * table).sum(-1)[:-1])
+            expected[tuple(trajectory.token_ids[1:])] = (logprobs, -(table.exp() * table).sum(-1)[:-1])
     return root, folder, expected
 
 

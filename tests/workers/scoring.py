@@ -54,12 +54,14 @@ def random_states() -> list[torch.Tensor]:
 
 
 def by_trajectory(microbatch, scores) -> list[tuple]:
-    """(tokens, log-probs, entropies) of each trajectory, without padding."""
+    """(tokens but the first, log-probs, entropies) of each trajectory, without padding."""
     out = []
     for row, length in enumerate(microbatch["lengths"].tolist()):
         if length:
             own = (microbatch["row_index"] == row).flatten().nonzero().flatten()[:length]
-            out.append(tuple(t.flatten()[own] for t in (microbatch["tokens"], scores.logprobs, scores.entropies)))
+            # The last stage has targets alone: the tokens but the first.
+            values = (t.flatten()[own] for t in (scores.logprobs, scores.entropies))
+            out.append((microbatch["targets"].flatten()[own][:-1], *values))
     return out
 
 
