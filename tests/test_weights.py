@@ -48,7 +48,7 @@ def report(tmp_path_factory) -> dict[str, dict]:
     ]
     folders += [write_model(root / f"{family}-experts", family) for family in ("mixtral", "qwen3_moe")]
     folders += [write_model(root / "llama-chunks", "llama", num_hidden_layers=4, head_dim=24, tied=True)]
-    run_ranks(4, "weights", root / "report.json", *folders)
+    run_ranks(4, "weights", root / "report.json", *folders, timeout=600)
     return json.loads((root / "report.json").read_text())
 
 
