@@ -110,7 +110,7 @@ def test_the_head_scores_each_trajectory_at_its_own_temperature(tmp_path, overri
             logits = model(ids).logits[0, :-1]
         for temperature in (1.0, 0.85):
             table = torch.log_softmax(logits / temperature, -1)
-            logprobs, entropies = found[tuple(trajectory.token_ids)]
+            logprobs, entropies = found[tuple(trajectory.token_ids[1:])]  # by its later tokens
             distances = (
                 (logprobs[:-1].double() - table.gather(-1, ids[0, 1:, None])[:, 0]).abs().max(),
                 (entropies[:-1].double() + (table.exp() * table).sum(-1)).abs().max(),
