@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from allocations import allocator_peak
 from megatron.core import parallel_state
 
 from nemo_flashrl import platform
 from nemo_flashrl.models.shadow_weights import ShadowWeights
-
-
-def allocator_peak(run: Callable[[], None]) -> int:
-    """Bytes: the peak of allocations minus releases during `run`, from the profiler's record of each."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def main(out: Path, layers: int, width: int) -> None:

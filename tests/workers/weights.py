@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from allocations import allocator_peak
 from safetensors.torch import load_file
 
 from nemo_flashrl import platform
@@ -92,19 +91,6 @@ def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
         result["logits_difference"] = logits_difference(model, folder, source["vocab_size"], sizes.tensor)
     parallel_state.destroy_model_parallel()
     return result
-
-
-def allocator_peak(run: Callable[[], object]) -> int:
-    """Bytes: the peak of allocations minus releases during `run`, from the profiler's record of each."""
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 @torch.no_grad()
