@@ -1,13 +1,13 @@
-"""Everything that can be refused before a model is built: plug-ins, files and sizes of a configuration.
+"""Everything that can be refused before a model is built: plug-ins, prompts and settings of a configuration.
 
-Reads small files only, imports no NeMo. Each refusal is a ValueError of one line: field, value, remedy.
+The model and its layout are looked at in preflight_model. Reads small files only, imports no NeMo. Each refusal is a
+ValueError of one line: field, value, remedy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,13 @@ from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.config import RunConfig, settings_of
-from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.data.length_batcher import usable_context
 from nemo_flashrl.plugins import load_function
+from nemo_flashrl.preflight_model import check_parallel, load_tokenizer, read_model
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.setup import held_out, moving_group_size, temperature_schedule
 from nemo_flashrl.rollout.vllm_engine import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
-from nemo_flashrl.weights.hf_tensors import HfTensors
 
 ENVIRONMENT_MEMBERS = ("Settings", "tasks", "reset", "step", "close")
 CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
@@ -55,11 +54,11 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
             f"trainer.wandb_project={config.trainer.wandb_project!r}: the wandb package is not installed; install it "
             "or leave the project empty"
         )
-    data_parallel = _check_parallel(config, world_size)
+    data_parallel = check_parallel(config, world_size)
     _check_servers(config)
-    hf_config = _read_model(config, world_size)
+    hf_config = read_model(config, world_size)
     folder = open_folder(config, hf_config)
-    tokenizer = _load_tokenizer(config, hf_config["vocab_size"])
+    tokenizer = load_tokenizer(config, hf_config["vocab_size"])
     algorithm_class = _load(algorithms.load, config.algorithm.name, "algorithm.name")
     algorithm = algorithm_class(settings_of(algorithm_class, config.algorithm.settings, "algorithm"))
     if config.rollout.batch_size % algorithm.group_size:
@@ -200,95 +199,3 @@ def _check_servers(config: RunConfig) -> None:
         raise ValueError(f"rollout.temperature={highest}: vLLM samples at {VLLM_MAX_TEMPERATURE:g} at most")
     if rollout.weights_folder is not None and not Path(rollout.weights_folder).is_dir():
         raise ValueError(f"rollout.weights_folder={rollout.weights_folder!r}: name a folder that every server sees")
-
-
-def _check_parallel(config: RunConfig, world_size: int) -> int:
-    tensor, pipeline, context = config.parallel.tensor, config.parallel.pipeline, config.parallel.context
-    nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
-    if gpus and nodes * gpus != world_size:
-        raise ValueError(
-            f"cluster.nodes={nodes} x cluster.gpus_per_node={gpus}: that is {nodes * gpus} processes and this job has "
-            f"{world_size}; start one a GPU, or say what the job has (cluster=cpu where there is no GPU)"
-        )
-    model_ranks = tensor * pipeline * context
-    if world_size % model_ranks:
-        raise ValueError(
-            f"parallel.tensor={tensor} x parallel.pipeline={pipeline} x parallel.context={context} does not divide the "
-            f"{world_size} processes of this job: start a multiple of {model_ranks}"
-        )
-    if config.parallel.sequence and tensor == 1:
-        raise ValueError("parallel.sequence=True needs parallel.tensor of 2 or more")
-    multiple = length_multiple(tensor, config.parallel.sequence, context)
-    budget, length = config.batching.max_tokens_per_microbatch, config.model.context_length
-    if multiple > min(budget, length):
-        raise ValueError(
-            f"parallel.context={context} and parallel.tensor={tensor} pad every trajectory to a multiple of {multiple} "
-            f"tokens, and batching.max_tokens_per_microbatch={budget}, model.context_length={length}: set fewer ranks "
-            "or more tokens"
-        )
-    return world_size // model_ranks
-
-
-def _read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
-    path = Path(config.model.path) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder (a NeMo "
-            "checkpoint becomes one by `flashrl convert nemo-to-hf`)"
-        )
-    try:
-        hf_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
-    heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
-    for name, value in (("num_attention_heads", heads), ("num_key_value_heads", groups or heads)):
-        if value % config.parallel.tensor:
-            raise ValueError(f"parallel.tensor={config.parallel.tensor}: does not divide the model's {name} ({value})")
-    if hf_config["num_hidden_layers"] % config.parallel.pipeline:
-        raise ValueError(
-            f"parallel.pipeline={config.parallel.pipeline}: does not divide the model's num_hidden_layers "
-            f"({hf_config['num_hidden_layers']})"
-        )
-    _check_experts(config, hf_config, world_size)
-    if config.parallel.context > 1 and "yarn" in (hf_config.get("rope_scaling") or {}).values():
-        raise ValueError(
-            f"parallel.context={config.parallel.context}: Megatron cuts YaRN's positions wrong there; set it to 1"
-        )
-    HfTensors(config.model.path)  # whole files, or a ValueError
-    limit = hf_config.get("max_position_embeddings", config.model.context_length)
-    if config.model.context_length > limit:
-        raise ValueError(
-            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {limit}"
-        )
-    return hf_config
-
-
-def _check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int) -> None:
-    expert = config.parallel.expert
-    experts = hf_config.get("num_local_experts") or hf_config.get("num_experts") or 0
-    if expert > 1 and (not experts or experts % expert):
-        raise ValueError(f"parallel.expert={expert}: does not divide the model's experts ({experts} a layer)")
-    if experts and config.parallel.tensor > 1 and not config.parallel.sequence:
-        raise ValueError("parallel.sequence=False: Megatron trains experts with parallel.tensor above 1 only with it")
-    stage = world_size // config.parallel.pipeline
-    if stage % expert:
-        raise ValueError(f"parallel.expert={expert}: does not divide the {stage} processes of a pipeline stage")
-
-
-def _load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path={config.model.path!r} holds no tokenizer that loads ({first})") from error
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
-            f"{vocab_size}: they are not of one model"
-        )
-    for token in config.rollout.stop:
-        if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
-            raise ValueError(f"rollout.stop: {token!r} is no token of the tokenizer in {config.model.path!r}")
-    return tokenizer

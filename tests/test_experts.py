@@ -8,7 +8,7 @@ from plain import VOCAB_SIZE, make_case, worst_error
 from processes import run_ranks
 
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight import _check_experts
+from nemo_flashrl.preflight_model import check_experts
 
 LAYOUTS = {
     "ep2": (2, ["parallel.expert=2", "batching.max_tokens_per_microbatch=200"]),
@@ -41,4 +41,4 @@ def test_loss_and_gradients(case, tmp_path, layout: str) -> None:
 def test_sizes_are_checked(overrides: list[str], message: str) -> None:
     config = load("rehearsal", ["output=out", "model.path=here", *overrides])
     with pytest.raises(ValueError, match=message):
-        _check_experts(config, {"num_experts": 4}, 2)
+        check_experts(config, {"num_experts": 4}, 2)

@@ -1,0 +1,110 @@
+"""What can be refused of a model's files and of its layout over processes before the model is built.
+
+Reads small files only, imports no NeMo. Each refusal is a ValueError of one line: field, value, remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nemo_flashrl.config import RunConfig
+from nemo_flashrl.data.context_parallel import length_multiple
+from nemo_flashrl.weights.hf_tensors import HfTensors
+
+
+def check_parallel(config: RunConfig, world_size: int) -> int:
+    """The number of data-parallel ranks that `world_size` processes make with the configured sizes."""
+    tensor, pipeline, context = config.parallel.tensor, config.parallel.pipeline, config.parallel.context
+    nodes, gpus = config.cluster.nodes, config.cluster.gpus_per_node
+    if gpus and nodes * gpus != world_size:
+        raise ValueError(
+            f"cluster.nodes={nodes} x cluster.gpus_per_node={gpus}: that is {nodes * gpus} processes and this job has "
+            f"{world_size}; start one a GPU, or say what the job has (cluster=cpu where there is no GPU)"
+        )
+    model_ranks = tensor * pipeline * context
+    if world_size % model_ranks:
+        raise ValueError(
+            f"parallel.tensor={tensor} x parallel.pipeline={pipeline} x parallel.context={context} does not divide the "
+            f"{world_size} processes of this job: start a multiple of {model_ranks}"
+        )
+    if config.parallel.sequence and tensor == 1:
+        raise ValueError("parallel.sequence=True needs parallel.tensor of 2 or more")
+    multiple = length_multiple(tensor, config.parallel.sequence, context)
+    budget, length = config.batching.max_tokens_per_microbatch, config.model.context_length
+    if multiple > min(budget, length):
+        raise ValueError(
+            f"parallel.context={context} and parallel.tensor={tensor} pad every trajectory to a multiple of {multiple} "
+            f"tokens, and batching.max_tokens_per_microbatch={budget}, model.context_length={length}: set fewer ranks "
+            "or more tokens"
+        )
+    return world_size // model_ranks
+
+
+def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """The Hugging Face config of `model.path`, whose files are whole and which the layout can hold."""
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder (a NeMo "
+            "checkpoint becomes one by `flashrl convert nemo-to-hf`)"
+        )
+    try:
+        hf_config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
+    heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
+    for name, value in (("num_attention_heads", heads), ("num_key_value_heads", groups or heads)):
+        if value % config.parallel.tensor:
+            raise ValueError(f"parallel.tensor={config.parallel.tensor}: does not divide the model's {name} ({value})")
+    if hf_config["num_hidden_layers"] % config.parallel.pipeline:
+        raise ValueError(
+            f"parallel.pipeline={config.parallel.pipeline}: does not divide the model's num_hidden_layers "
+            f"({hf_config['num_hidden_layers']})"
+        )
+    check_experts(config, hf_config, world_size)
+    if config.parallel.context > 1 and "yarn" in (hf_config.get("rope_scaling") or {}).values():
+        raise ValueError(
+            f"parallel.context={config.parallel.context}: Megatron cuts YaRN's positions wrong there; set it to 1"
+        )
+    HfTensors(config.model.path)  # whole files, or a ValueError
+    limit = hf_config.get("max_position_embeddings", config.model.context_length)
+    if config.model.context_length > limit:
+        raise ValueError(
+            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {limit}"
+        )
+    return hf_config
+
+
+def check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int) -> None:
+    """Refuse experts that the layout cannot spread."""
+    expert = config.parallel.expert
+    experts = hf_config.get("num_local_experts") or hf_config.get("num_experts") or 0
+    if expert > 1 and (not experts or experts % expert):
+        raise ValueError(f"parallel.expert={expert}: does not divide the model's experts ({experts} a layer)")
+    if experts and config.parallel.tensor > 1 and not config.parallel.sequence:
+        raise ValueError("parallel.sequence=False: Megatron trains experts with parallel.tensor above 1 only with it")
+    stage = world_size // config.parallel.pipeline
+    if stage % expert:
+        raise ValueError(f"parallel.expert={expert}: does not divide the {stage} processes of a pipeline stage")
+
+
+def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
+    """The tokenizer of `model.path`, which has every token that `rollout.stop` names."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"model.path={config.model.path!r} holds no tokenizer that loads ({first})") from error
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
+            f"{vocab_size}: they are not of one model"
+        )
+    for token in config.rollout.stop:
+        if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+            raise ValueError(f"rollout.stop: {token!r} is no token of the tokenizer in {config.model.path!r}")
+    return tokenizer
