@@ -15,7 +15,7 @@ from nemo_flashrl import environments
 from nemo_flashrl.config import settings_of
 from nemo_flashrl.environments import scoring
 from nemo_flashrl.environments.boxed import as_number, boxed_answer, is_equal
-from nemo_flashrl.environments.verifiable_math import Arithmetic, Settings, VerifiableMath
+from nemo_flashrl.environments.verifiable_math import Settings, VerifiableMath
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
 from nemo_flashrl.rollout.codec import Codec
@@ -90,8 +90,8 @@ def test_a_verifier_that_hangs_or_dies_scores_nothing(monkeypatch) -> None:
 
 
 def test_made_up_arithmetic() -> None:
-    tasks = Arithmetic(Settings(num_tasks=50, terms=4, seed=3))
-    assert [tasks[7], tasks[8]] == [Arithmetic(Settings(num_tasks=9, terms=4, seed=3))[i] for i in (7, 8)]
+    tasks = VerifiableMath.tasks(Settings(num_tasks=50, terms=4, seed=3))
+    assert [tasks[7], tasks[8]] == [VerifiableMath.tasks(Settings(num_tasks=9, terms=4, seed=3))[i] for i in (7, 8)]
     for task in tasks:
         assert eval(task.question.removeprefix("What is ").rstrip("?")) == int(task.answer)
     assert len({task.question for task in tasks}) == 50

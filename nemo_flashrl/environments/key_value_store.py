@@ -13,6 +13,7 @@ prompt does not tell, a tool's output to copy from, and one reward at the end.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.environments.generated import GeneratedTasks
 
 NUM_NAMES = 100  # two digits: keys 00..99 and values 00..99
 _GET = re.compile(r"get \( k ([0-9]) ([0-9]) \)")
@@ -102,21 +104,6 @@ def make_task(settings: Settings, index: int) -> Task:
     return Task(key=keys[0], answer=answer, hops=hops, store=store)
 
 
-class Tasks(Sequence[Task]):
-    """All tasks of `settings`, each made when it is asked for."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def __len__(self) -> int:
-        return self._settings.num_tasks
-
-    def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        return make_task(self._settings, index)
-
-
 class KeyValueStore:
     """One episode. Only `get ( k d d )` and `answer ( v d d )` are actions; anything else ends it with reward 0."""
 
@@ -129,7 +116,7 @@ class KeyValueStore:
 
     @classmethod
     def tasks(cls, settings: Settings) -> Sequence[Task]:
-        return Tasks(settings)
+        return GeneratedTasks(settings.num_tasks, functools.partial(make_task, settings))
 
     async def reset(self, task: Task) -> list[Message]:
         self._task, self._calls = task, 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.environments.generated import GeneratedTasks
 from nemo_flashrl.environments.scoring import MAX_ANSWER, score
 
 try:
@@ -59,27 +60,18 @@ def _last_answer(text: str) -> str | None:
     return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
 
 
-class Tasks(Sequence[Task]):
-    """All questions of `settings`, each made when it is asked for."""
+def make_tasks(settings: Settings) -> Sequence[Task]:
+    """All questions of `settings`, each made when it is asked for.
 
-    def __init__(self, settings: Settings) -> None:
-        """
-        Raises:
-            ValueError: no such generator, or options that it does not take.
-        """
-        self._source = settings.dataset, json.dumps(settings.options), settings.num_tasks, settings.seed
-        try:
-            self._dataset = _dataset(*self._source)
-        except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(f"environment.settings of reasoning_gym, {settings.dataset!r}: {error}") from error
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        return Task(self._dataset[index]["question"], index, self._source)
+    Raises:
+        ValueError: no such generator, or options that it does not take.
+    """
+    source = settings.dataset, json.dumps(settings.options), settings.num_tasks, settings.seed
+    try:
+        dataset = _dataset(*source)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"environment.settings of reasoning_gym, {settings.dataset!r}: {error}") from error
+    return GeneratedTasks(len(dataset), lambda index: Task(dataset[index]["question"], index, source))
 
 
 class ReasoningGym:
@@ -93,7 +85,7 @@ class ReasoningGym:
 
     @classmethod
     def tasks(cls, settings: Settings) -> Sequence[Task]:
-        return Tasks(settings)
+        return make_tasks(settings)
 
     async def reset(self, task: Task) -> list[Message]:
         self._task = task

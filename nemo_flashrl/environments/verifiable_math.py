@@ -5,6 +5,7 @@ One episode: the question, the policy's reasoning with its answer in \\boxed{}, 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 
 from nemo_flashrl.environments.boxed import boxed_answer, is_equal
 from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.environments.generated import GeneratedTasks
 
 _SIGNS = ("+", "-", "*")
 
@@ -47,30 +49,19 @@ class Task:
     answer: str
 
 
-class Arithmetic(Sequence[Task]):
-    """Made-up sums and products, each made when it is asked for."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def __len__(self) -> int:
-        return self._settings.num_tasks
-
-    def __getitem__(self, index: int) -> Task:
-        if not 0 <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        settings = self._settings
-        random = np.random.default_rng([settings.seed, index])
-        numbers = random.integers(1, settings.largest + 1, settings.terms).tolist()
-        signs = random.integers(0, len(_SIGNS), settings.terms - 1).tolist()
-        text = str(numbers[0]) + "".join(f" {_SIGNS[s]} {n}" for s, n in zip(signs, numbers[1:], strict=True))
-        products = [numbers[0]]
-        for sign, number in zip(signs, numbers[1:], strict=True):
-            if _SIGNS[sign] == "*":
-                products[-1] *= number
-            else:
-                products.append(number if _SIGNS[sign] == "+" else -number)
-        return Task(f"What is {text}?", str(sum(products)))
+def make_task(settings: Settings, index: int) -> Task:
+    """Sums and products; `(settings.seed, index)` fixes them."""
+    random = np.random.default_rng([settings.seed, index])
+    numbers = random.integers(1, settings.largest + 1, settings.terms).tolist()
+    signs = random.integers(0, len(_SIGNS), settings.terms - 1).tolist()
+    text = str(numbers[0]) + "".join(f" {_SIGNS[s]} {n}" for s, n in zip(signs, numbers[1:], strict=True))
+    products = [numbers[0]]
+    for sign, number in zip(signs, numbers[1:], strict=True):
+        if _SIGNS[sign] == "*":
+            products[-1] *= number
+        else:
+            products.append(number if _SIGNS[sign] == "+" else -number)
+    return Task(f"What is {text}?", str(sum(products)))
 
 
 def read_tasks(settings: Settings) -> list[Task]:
@@ -108,7 +99,9 @@ class VerifiableMath:
 
     @classmethod
     def tasks(cls, settings: Settings) -> Sequence[Task]:
-        return read_tasks(settings) if settings.path else Arithmetic(settings)
+        if settings.path:
+            return read_tasks(settings)
+        return GeneratedTasks(settings.num_tasks, functools.partial(make_task, settings))
 
     async def reset(self, task: Task) -> list[Message]:
         self._task = task
