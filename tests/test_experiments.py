@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from nemo_flashrl.cli import main
@@ -42,6 +44,25 @@ def test_a_job_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> 
 def test_models_compose_and_can_be_planned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "rehearsal", f"+model={name}"])
     assert "parameters on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_servers_are_one_choice_away(name: str) -> None:
+    """`rollout=vllm` changes where actions are sampled and lets episodes go on; the experiment's own sizes stay."""
+    base = ["output=x", "model.path=x"]
+    own = load(name, base).rollout
+    served = load(name, [*base, "rollout=vllm", "rollout.servers=[http://n1:8000]"]).rollout
+    assert (own.engine, served.engine, served.servers) == ("transformers", "vllm", ["http://n1:8000"])
+    assert (served.mode, served.max_staleness) == ("in_flight", 4)
+    same = {"engine": own.engine, "servers": [], "mode": own.mode, "max_staleness": own.max_staleness}
+    assert dataclasses.replace(served, **same) == own
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (conf_folder() / "rollout").glob("*.yaml")))
+def test_rollouts_compose(name: str) -> None:
+    rollout = load("rehearsal", ["output=x", "model.path=x", f"rollout={name}"]).rollout
+    assert rollout.engine == {"streaming": "transformers"}.get(name, name)
+    assert (rollout.mode == "sync") == (name == "transformers")
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (conf_folder() / "cluster").glob("*.yaml")))
