@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
+from tiny import random_trajectories
 
 from nemo_flashrl.environments.environment import Environment, StepResult
 from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings
@@ -22,7 +24,7 @@ from nemo_flashrl.rollout import Engine, TransformersEngine
 from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.prompts import PromptStream
-from nemo_flashrl.rollout.waiting import PlaceClock
+from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
 GET = ids("get ( k 2 9 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))
@@ -134,6 +136,7 @@ def test_groups_are_whole() -> None:
     source = collector(engine, batch_size=6, group_size=3, max_in_flight=6)
     batch = asyncio.run(source.collect(0))
     assert numbers(batch) == [0, 0, 0, 1, 1, 1]
+    assert batch.metrics["group_wait_seconds"] >= 0
     assert [t.group for t in batch.trajectories] == numbers(batch)
     assert len({sampling.seed for _, sampling in engine.requests}) == 6
     for settings, message in [
@@ -227,6 +230,22 @@ def test_places_by_hand() -> None:
         "between_batches_seconds": 18,
     }
     assert set(clock.take().values()) == {0}
+
+
+def test_siblings_by_hand() -> None:
+    """Rollouts of prompt 0 end at 2, 3 and 10 s, of prompt 1 at 4, 4 and 5 s: (8 + 7 + 0 + 1 + 1 + 0) / 6."""
+    siblings, episode = Siblings(), random_trajectories(1, 20)[0]
+    ends = [(0, 2, 2.0), (0, 0, 3.0), (1, 0, 4.0), (1, 1, 4.0), (1, 2, 5.0), (0, 1, 10.0)]
+    groups, waiting = [], []
+    for prompt, sample, now in ends:
+        groups.append(siblings.add(replace(episode, prompt_index=prompt, turns=sample), sample, 3, now))
+        waiting.append(siblings.count)
+    assert [g and [t.turns for t in g] for g in groups] == [None, None, None, None, [0, 1, 2], [0, 1, 2]]
+    assert waiting == [1, 2, 3, 4, 2, 0]
+    assert siblings.take() == {"group_wait_seconds": pytest.approx(17 / 6)}
+    assert siblings.take() == {}
+    assert siblings.add(episode, 0, 1, 11.0) == [episode]  # alone in its group: it waits for nobody
+    assert siblings.take() == {}
 
 
 @pytest.mark.parametrize("in_flight", [4, 9])

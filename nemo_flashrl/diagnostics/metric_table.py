@@ -130,6 +130,7 @@ _MACHINE = (
     Metric("rollout_seconds", "s", "waited for the batch", MACHINE),
     Metric("rollouts_wait_seconds", "s", "places for episodes empty while no batch was asked for, mean", MACHINE),
     Metric("rollout_empty_seconds", "s", "places for episodes empty, a batch's tail included, mean", MACHINE),
+    Metric("group_wait_seconds", "s", "from a trajectory's end to that of its group's last rollout, mean", MACHINE),
     Metric("train_seconds", "s", "forward, backward and optimizer", MACHINE),
     Metric("refit_seconds", "s", "weights from the trainer to the sampler", MACHINE),
     Metric("tokens_per_second", "tokens/s", "trained, prompts and observations included", MACHINE),

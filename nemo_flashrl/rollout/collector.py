@@ -30,7 +30,7 @@ from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.prompts import PromptSource
-from nemo_flashrl.rollout.waiting import PlaceClock
+from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 
@@ -87,7 +87,7 @@ class Collector:
         self._replacements = tied_group_replacements
         self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
         self._running: set[asyncio.Task] = set()
-        self._partial: dict[int, dict[int, Trajectory]] = {}  # prompt index -> sample -> ended trajectory
+        self._siblings = Siblings()  # ended, of groups that are not complete
         self._ready: deque[Group] = deque()  # complete, in the order in which they were completed
         self._chosen: list[Group] = []  # of the batch that is being collected
         self._totals: Counter[str] = Counter()  # of the whole run, what was resumed included
@@ -154,7 +154,7 @@ class Collector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before the first `collect`."""
-        assert not (self._running or self._waiting or self._partial or self._ready), "the collector has begun already"
+        assert not (self._running or self._waiting or self._siblings.count or self._ready), "the collector has begun already"
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
         if self._group_sizes is not None and "group_sizes" in state:
@@ -168,6 +168,7 @@ class Collector:
         sampled, self._sampled = self._sampled, 0
         return {
             **times,
+            **self._siblings.take(),
             **self._prompts.metrics(),
             "rollout_tokens_per_second": sampled / max(elapsed if self._streaming else times["rollout_seconds"], 1e-9),
             "episodes_in_flight": float(len(self._running)),
@@ -177,8 +178,7 @@ class Collector:
 
     def _count_ended(self) -> int:
         """Trajectories that are finished and not handed over."""
-        ended = (len(self._ready) + len(self._chosen)) * self._group_size
-        return ended + sum(len(group) for group in self._partial.values())
+        return (len(self._ready) + len(self._chosen)) * self._group_size + self._siblings.count
 
     def _tell_clock(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -268,11 +268,9 @@ class Collector:
             seed=self._seed,
         )
         self._sampled += trajectory.action_count
-        group = self._partial.setdefault(prompt_index, {})
-        group[sample] = trajectory
-        if len(group) == self._group_size:
-            del self._partial[prompt_index]
-            self._ready.append([group[sample] for sample in range(self._group_size)])
+        group = self._siblings.add(trajectory, sample, self._group_size, asyncio.get_running_loop().time())
+        if group is not None:
+            self._ready.append(group)
 
     def _on_ended(self, episode: asyncio.Task) -> None:
         self._running.discard(episode)

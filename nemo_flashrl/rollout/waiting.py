@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from nemo_flashrl.records import Trajectory
+
 
 class PlaceClock:
     """Adds up empty places over time, by whether the trainer waits for a batch at that moment or not.
@@ -36,3 +38,34 @@ class PlaceClock:
         }
         self._empty, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         return numbers
+
+
+class Siblings:
+    """Ended trajectories whose group is not complete yet, and how long they wait for it.
+
+    Worked example: three rollouts of one prompt end at 2 s, 3 s and 10 s. Two of them wait, 8 s and 7 s, the last does
+    not: `group_wait_seconds` is (8 + 7 + 0) / 3 = 5.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # trajectories that wait now
+        self._ended: dict[int, dict[int, tuple[Trajectory, float]]] = {}  # prompt index -> sample -> with its time
+        self._waits: list[float] = []  # seconds, of the trajectories of groups that were completed
+
+    def add(self, trajectory: Trajectory, sample: int, group_size: int, now: float) -> list[Trajectory] | None:
+        """Its group in the order of sample numbers where it is the last to end, else None."""
+        group = self._ended.setdefault(trajectory.prompt_index, {})
+        group[sample] = trajectory, now
+        if len(group) < group_size:
+            self.count += 1
+            return None
+        del self._ended[trajectory.prompt_index]
+        self.count -= group_size - 1
+        if group_size > 1:
+            self._waits += [now - ended for _, ended in group.values()]
+        return [group[sample][0] for sample in range(group_size)]
+
+    def take(self) -> dict[str, float]:
+        """Mean over the trajectories of groups completed since the last call; empty where there was no group."""
+        waits, self._waits = self._waits, []
+        return {"group_wait_seconds": sum(waits) / len(waits)} if waits else {}
