@@ -12,7 +12,6 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_flashrl import algorithms
 from nemo_flashrl.config import RunConfig, load, settings_of
@@ -62,7 +61,7 @@ def rehearse_experiment(name: str, output: Path, overrides: tuple[str, ...], see
     if output.exists():
         raise ValueError(f"--output {str(output)!r} exists: a rehearsal never overwrites; choose another or remove it")
     own = [f"output='{output / 'run'}'", f"model.path='{output / 'model'}'", f"trainer.seed={seed}", *overrides]
-    full = load(name, own)
+    full = _with_a_model(name, own)
     changes = small_overrides(full, _group_size(full))
     data_parallel = small_data_parallel(full)
     small = load(name, [*own, *changes])
@@ -70,7 +69,7 @@ def rehearse_experiment(name: str, output: Path, overrides: tuple[str, ...], see
     processes = math.prod((parallel.tensor, parallel.pipeline, parallel.context, data_parallel))
     started = time.perf_counter()
     try:
-        write_small_model(output / "model", _hf_config(full, name), small, seed)
+        write_small_model(output / "model", full.model.hf_config, small, seed)
         prepare(small, processes)
     except BaseException:
         shutil.rmtree(output, ignore_errors=True)
@@ -86,15 +85,19 @@ def _group_size(config: RunConfig) -> int:
     return plugin(settings_of(plugin, config.algorithm.settings, "algorithm")).group_size
 
 
-def _hf_config(config: RunConfig, name: str) -> dict[str, Any]:
+def _with_a_model(name: str, own: list[str]) -> RunConfig:
+    """The experiment; one that leaves the model to `model.path` is rehearsed with the family of conf/model/tiny."""
+    config = load(name, own)
     if not config.model.hf_config:
-        raise ValueError(f"experiment {name!r} has no model.hf_config: choose a /model group, or set it")
-    return config.model.hf_config
+        tiny = load(name, [*own, "+model=tiny"])
+        config.model.hf_config = tiny.model.hf_config
+    return config
 
 
 def _described(full: RunConfig, small: RunConfig) -> list[str]:
     """What changed, a line each."""
     pairs = {
+        "model": [f"{full.model.hf_config['model_type']} -> the same family, tiny and random"],
         "parallel": [f"TP {c.parallel.tensor} PP {c.parallel.pipeline} CP {c.parallel.context}" for c in (full, small)],
         "context": [f"{c.model.context_length} tokens" for c in (full, small)],
         "batch": [f"{c.rollout.batch_size} trajectories" for c in (full, small)],
