@@ -6,12 +6,23 @@ import dataclasses
 
 import pytest
 
+from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.cli import main
-from nemo_flashrl.config import conf_folder, load
+from nemo_flashrl.config import conf_folder, load, settings_of
+from nemo_flashrl.config.schema import PluginConfig
 
 NAMES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
 ON_GPUS = [name for name in NAMES if load(name, ["output=x", "model.path=x"]).cluster.gpus_per_node]
 MODELS = sorted(path.stem for path in (conf_folder() / "model").glob("*.yaml"))
+
+PAPER_DELTAS = {
+    "llama3_8b_32k": 1e-3,
+    "llama3_70b": 1e-3,
+    "python_tool_qwen2_5_7b": 1e-3,
+    "python_tool_qwen3_20_turns": 1e-3,
+    "math_qwen2_5_1_5b": 3e-3,
+    "math_r1_distill_1_5b": 3e-3,
+}
 
 
 def test_the_settings_of_the_paper() -> None:
@@ -26,6 +37,18 @@ def test_the_settings_of_the_paper() -> None:
     alfworld = load("alfworld_50_turns", ["output=x", "model.path=x"])
     assert (alfworld.rollout.batch_size, alfworld.rollout.max_turns) == (64, 50)
     assert alfworld.algorithm.settings == {"delta": 1e-3, "negative_token_fraction": 0.9}
+    for name, delta in PAPER_DELTAS.items():
+        assert load(name, ["output=x", "model.path=x"]).algorithm.settings == {"delta": delta}, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_grpo_is_one_choice_away(name: str) -> None:
+    """What an experiment sets of FlashREINFORCE goes with it; all else stays."""
+    own, grpo = (load(name, ["output=x", "model.path=x", *choice]) for choice in ([], ["algorithm=grpo"]))
+    assert grpo.algorithm == PluginConfig("grpo", {"group_size": 8})
+    assert settings_of(Grpo, grpo.algorithm.settings, "algorithm") == GrpoSettings(group_size=8)
+    assert own.algorithm.name == "flash_reinforce"
+    assert dataclasses.replace(grpo, algorithm=own.algorithm) == own
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
