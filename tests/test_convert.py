@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import VOCAB_SIZE, make_case
 from processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import write_model
@@ -126,16 +125,6 @@ def test_one_element_is_found(root: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "other" / "model.safetensors")
     (line,) = call(tmp_path / "answers.json", ("differences", root / "qwen2", tmp_path / "other"))[0]
     assert line.startswith("model.norm.weight: 1 of 64 elements differ, by at most 0.5; the first, [7], is ")
-
-
-def test_a_step_without_a_learning_rate_changes_nothing(tmp_path: Path) -> None:
-    """Hugging Face -> NeMo -> Hugging Face -> TP2 x PP2, forward, backward and Adam -> Hugging Face."""
-    case = make_case(tmp_path)
-    calls = [("hf_to_nemo", case.folder, tmp_path / "nemo"), ("nemo_to_hf", tmp_path / "nemo", tmp_path / "back")]
-    call(tmp_path / "answers.json", *calls)
-    sizes = ("parallel.tensor=2", "parallel.pipeline=2", "model.precision=fp32")
-    run_ranks(4, "still_step", tmp_path / "back", case.pickled, tmp_path / "end", VOCAB_SIZE, *sizes, learning_rate=0.0)
-    assert call(tmp_path / "answers.json", ("differences", case.folder, tmp_path / "end")) == [[]]
 
 
 def _broken(root: Path, kind: str, source: Path) -> Path:

@@ -1,0 +1,59 @@
+"""NeMo checkpoints -> shards at several TP x PP -> one step of the real trainer -> Hugging Face folders."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+import nemo.lightning as nl
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from nemo.lightning.pytorch.strategies.utils import init_model_parallel
+
+from nemo_flashrl.weights.hf_folder import write_hf_folder
+from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
+from workers.parity import Driver, make_run
+
+
+@dataclass(frozen=True)
+class Journey:
+    """From the NeMo checkpoint `nemo` of the Hugging Face folder `source` to a new folder `target`."""
+
+    source: Path
+    nemo: Path
+    target: Path
+    vocab_size: int
+    ranks: int
+    overrides: tuple[str, ...]
+    learning_rate: float = 0.0
+
+
+class OwnGroups(pl.Callback):
+    """NeMo makes Megatron's groups only where it makes torch's, which stay from one journey to the next."""
+
+    def setup(self, trainer, model, stage) -> None:
+        init_model_parallel(model)
+
+
+def main(trajectories: Path, *journeys: Journey) -> None:
+    first = os.environ["RANK"] == "0"
+    for journey in journeys:
+        driver = Driver(trajectories) if first else None
+        trainer, model, data = make_run(
+            journey.source, journey.target, journey.vocab_size, driver, [OwnGroups()], journey.overrides, gate=False
+        )
+        model.hf_folder = None  # the weights come out of the NeMo checkpoint, through NeMo's own loader
+        nl.AutoResume(restore_config=nl.RestoreConfig(path=str(journey.nemo), load_optim_state=False)).setup(trainer)
+        model.optim.config.lr = journey.learning_rate
+        trainer.fit(model, datamodule=data)
+        stream = stream_hf_tensors(unwrap(model), journey.vocab_size)
+        if first:
+            write_hf_folder(stream, journey.source, journey.target)
+        for _ in stream:
+            pass
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+        destroy_num_microbatches_calculator()
