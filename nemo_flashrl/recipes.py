@@ -1,6 +1,7 @@
-"""NeMo-Run's way in: `nemo flashrl train ...` and `nemo flashrl rehearse`, and an executor for a Slurm cluster.
+"""NeMo-Run's way in: `nemo flashrl train ...`, `submit ...` and `rehearse`, and an executor for a Slurm cluster.
 
 nemo flashrl train config=my_run.yaml overrides='["trainer.steps=10"]' --yes
+nemo flashrl submit config=my_run.yaml account=team container_image=nemo-flashrl --yes
 
 import nemo_run as run
 from nemo_flashrl.recipes import slurm_executor, training
@@ -17,6 +18,7 @@ import nemo_run as run
 
 from nemo_flashrl import cli
 from nemo_flashrl import config as configuration
+from nemo_flashrl.launch.admission import admit
 
 
 @run.cli.entrypoint(namespace="flashrl")
@@ -31,6 +33,32 @@ def rehearse(overrides: Optional[list[str]] = None) -> None:  # noqa: UP045
     _command("rehearse", *(overrides or []))
 
 
+@run.cli.entrypoint(namespace="flashrl", enable_executor=False)
+def submit(
+    config: str,
+    account: str,
+    container_image: Optional[str] = None,  # noqa: UP045
+    container_mounts: Optional[list[str]] = None,  # noqa: UP045
+    partition: Optional[str] = None,  # noqa: UP045
+    time: str = "1-00:00:00",
+    overrides: Optional[list[str]] = None,  # noqa: UP045
+) -> None:
+    """Train by a configuration as a Slurm job, from a login node; nodes and GPUs are those of its `cluster`."""
+    if Path(config).is_file():
+        config = str(Path(config).resolve())  # the job starts in a folder of NeMo-Run's
+    recipe = training(config, overrides)
+    executor = slurm_executor(
+        config,
+        account=account,
+        container_image=container_image,
+        container_mounts=container_mounts,
+        partition=partition,
+        time=time,
+        overrides=overrides,
+    )
+    run.run(recipe, executor=executor, name=f"flashrl-{Path(config).stem}", detach=True)
+
+
 def _command(*arguments: str) -> None:
     code = cli.main(arguments)
     if code:
@@ -38,11 +66,11 @@ def _command(*arguments: str) -> None:
 
 
 def training(config: str, overrides: list[str] | None = None) -> run.Partial:
-    """The recipe of a configuration; refused here, before anything is submitted, if it is no configuration.
+    """The recipe of a configuration; what is none, or could not run or fit, is refused before anything is submitted.
 
     Raises ValueError with field, value and remedy.
     """
-    configuration.load(config, overrides)
+    admit(configuration.load(config, overrides))
     return run.Partial(train, config=config, overrides=overrides)
 
 

@@ -11,6 +11,8 @@ run = pytest.importorskip("nemo_run")
 
 from nemo_flashrl import recipes  # noqa: E402
 
+LONG = ["model.context_length=131072", "batching.max_tokens_per_microbatch=131072"]
+
 
 def test_training_is_a_partial(tmp_path: Path) -> None:
     overrides = [f"output={tmp_path}", "model.path=/m", "trainer.steps=3"]
@@ -23,6 +25,22 @@ def test_training_is_a_partial(tmp_path: Path) -> None:
 def test_a_misspelt_key_is_refused_before_anything_is_submitted() -> None:
     with pytest.raises(ValueError, match=r"trainer\.stps"):
         recipes.training("rehearsal", ["output=x", "model.path=x", "trainer.stps=3"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.tensor=3"], r"parallel\.tensor=3 x .* does not divide the 8 processes"),
+        (["parallel.tensor=8", "model.hf_config.num_key_value_heads=4"], r"tensor=8: .* the model's 4 key/value heads"),
+        ([*LONG, "model.recompute=none"], r"model\.context_length=131072: does not fit a H800 .*; \d+ tokens do"),
+        ([*LONG, "model.context_length=32768", "model.recompute=none"], r"max_tokens_per_microbatch=131072: .*"),
+    ],
+)
+def test_what_cannot_run_or_fit_is_not_submitted(overrides: list[str], words: str) -> None:
+    needed = ["output=x", "model.path=x"]
+    recipes.training("llama3_8b_32k", needed)
+    with pytest.raises(ValueError, match=words):
+        recipes.training("llama3_8b_32k", [*needed, *overrides])
 
 
 def test_the_executor_has_the_configurations_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemo_flashrl.config import RunConfig
 from nemo_flashrl.launch.plan import GPUS_OF_A_NODE, check_layout, largest_context, smallest_allocation, stages
 from nemo_flashrl.launch.plan_devices import USABLE, Device, find_device
 from nemo_flashrl.launch.plan_memory import Layout, StageMemory
@@ -15,6 +16,10 @@ from nemo_flashrl.launch.plan_model import ModelShape, model_shape
 from nemo_flashrl.launch.plan_time import decode_tokens_per_second, step_time
 
 GIB = 2**30
+DEFAULTS = {
+    **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
+    **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
+}
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -22,15 +27,18 @@ def plan(options: argparse.Namespace) -> int:
     hf_config, given = _read(options.model, options.overrides)
     shape = model_shape(hf_config)
     asked = {key: value for key, value in vars(options).items() if value is not None}
-    sizes = {
-        **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
-        **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
-        **given,
-        **asked,
-    }
+    sizes = DEFAULTS | given | asked
     if not options.action_share > 0 or min(sizes["context"], sizes["batch"], sizes["head_chunk"]) < 1:
         raise ValueError("--context, --batch, --head-chunk and --action-share must be above 0")
     device = find_device(sizes["device"])
+    layout, tokens = layout_of(sizes, distributed_optimizer=not options.plain_optimizer)
+    check_layout(shape, layout)
+    print("\n".join(_page(shape, layout, device, sizes, tokens, options.action_share)))
+    return 0 if _fullest(stages(shape, layout, tokens)) <= USABLE * device.memory_gib * GIB else 1
+
+
+def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> tuple[Layout, int]:
+    """The layout that sizes make, and the tokens of its microbatches. ValueError: the GPUs are no whole replicas."""
     model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
     gpus = sizes["gpus"] or model_ranks
     if gpus % max(model_ranks, 1):
@@ -46,13 +54,11 @@ def plan(options: argparse.Namespace) -> int:
         precision=sizes["precision"],
         recompute=sizes["recompute"],
         reference=sizes["reference"],
-        distributed_optimizer=not options.plain_optimizer,
+        distributed_optimizer=distributed_optimizer,
         head_chunk=sizes["head_chunk"],
         microbatches=max(1, -(-sizes["batch"] * sizes["context"] // (tokens * data))),
     )
-    check_layout(shape, layout)
-    print("\n".join(_page(shape, layout, device, sizes, tokens, options.action_share)))
-    return 0 if _fullest(stages(shape, layout, tokens)) <= USABLE * device.memory_gib * GIB else 1
+    return layout, tokens
 
 
 def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -71,6 +77,11 @@ def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, A
     if not run.model.hf_config and not source.is_file():
         raise ValueError(f"model.path={run.model.path!r} holds no config.json; model.hf_config may stand for it")
     hf_config = run.model.hf_config or json.loads(source.read_text())
+    return hf_config, sizes_of(run)
+
+
+def sizes_of(run: RunConfig) -> dict[str, Any]:
+    """What a configuration says of the sizes."""
     sizes = {
         **{"tp": run.parallel.tensor, "pp": run.parallel.pipeline, "cp": run.parallel.context},
         **{"context": run.model.context_length, "microbatch": run.batching.max_tokens_per_microbatch},
@@ -78,7 +89,7 @@ def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, A
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
         **{"reference": run.reference.mode, "sequence": run.parallel.sequence},
     }
-    return hf_config, sizes | ({"device": run.cluster.device} if run.cluster.device else {})
+    return sizes | ({"device": run.cluster.device} if run.cluster.device else {})
 
 
 def _fullest(memory: list[StageMemory]) -> int:
