@@ -178,6 +178,22 @@ def test_malformed_and_shaping_filters() -> None:
     assert step.metrics["malformed"] == 1 and "dropped_malformed" not in step.metrics
 
 
+@pytest.mark.parametrize("field", ["shaping", "at_least"])
+def test_a_term_that_nobody_reports_is_refused(field: str) -> None:
+    """In the first batch alone: an environment may report a term now and then. A broken episode tells nothing."""
+    batch = [of_tokens("a", shaping={"style": 1.0}), of_tokens("b", shaping={"safe": 1.0})]
+    steps_of(batch, FlashReinforce(), TrajectoryCredit(**{field: {"style": 0.5}}))
+    misspelt = TrajectoryCredit(**{field: {"styel": 0.5}})
+    name = {"shaping": "advantage.shaping", "at_least": "selection.shaping_at_least"}[field]
+    right = rf"{name}\.styel=0\.5: no episode of the first batch .* the environment reports safe, style \("
+    with pytest.raises(ValueError, match=right):
+        steps_of(batch, FlashReinforce(), misspelt)
+    with pytest.raises(ValueError, match="reports none"):
+        steps_of([of_tokens("a")], FlashReinforce(), misspelt)
+    steps_of(batch, FlashReinforce(), misspelt, version=1)
+    steps_of([replace(t, end_reason="environment_error") for t in batch], FlashReinforce(), misspelt)
+
+
 def tokens_of(microbatch) -> TokenBatch:
     names = ("behavior_logprobs", "target_mask", "row_index")
     by_token = microbatch.get("token_advantages")

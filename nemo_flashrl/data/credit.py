@@ -54,7 +54,12 @@ class TrajectoryCredit:
             whole: B trajectories as they were sampled; lengths are theirs.
             trained: the same after `trained_tokens`.
             step: optimizer steps done so far.
+
+        Raises:
+            ValueError: at step 0, a shaping term is asked for that no trajectory has.
         """
+        if step == 0:
+            self._check_terms(whole)
         terms = [t.shaping for t in whole]
         shaping = _column(sum(c * own.get(name, 0.0) for name, c in self.shaping.items()) for own in terms)
         metrics = {"malformed": float(sum(t.malformed for t in whole))}
@@ -84,6 +89,18 @@ class TrajectoryCredit:
             turn_rewards=[torch.tensor(t.turn_rewards, dtype=torch.float32) for t in whole] if with_turns else (),
         )
         return outcomes, metrics
+
+    def _check_terms(self, whole: Sequence[Trajectory]) -> None:
+        """A misspelt term would be 0 everywhere; an episode that the environment broke off tells nothing of it."""
+        played = [t.shaping for t in whole if t.end_reason != "environment_error"]
+        reported = sorted({name for own in played for name in own})
+        for field_name, asked in (("advantage.shaping", self.shaping), ("selection.shaping_at_least", self.at_least)):
+            for name, value in asked.items():
+                if played and name not in reported:
+                    raise ValueError(
+                        f"{field_name}.{name}={value:g}: no episode of the first batch has this term; the environment "
+                        f"reports {', '.join(reported) or 'none'} (StepResult.shaping)"
+                    )
 
     def assign(self, algorithm: Algorithm, outcomes: Outcomes) -> tuple[Credit, dict[str, float]]:
         """What is trained on, and its numbers for the metrics."""
