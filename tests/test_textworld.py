@@ -40,6 +40,15 @@ def test_a_game_is_won_by_its_walkthrough(settings: Settings) -> None:
     assert file.stat().st_mtime_ns == made  # kept, not made again
 
 
+def test_episodes_begin_side_by_side(settings: Settings) -> None:
+    """TextWorld reads every game with one parser, which two threads at a time bring out of step."""
+
+    async def begin() -> list[list[Any]]:
+        return await asyncio.gather(*(TextWorld(settings).reset(5) for _ in range(8)))
+
+    assert len({messages[0]["content"] for messages in asyncio.run(begin())}) == 1
+
+
 def test_odd_commands_do_no_harm(settings: Settings) -> None:
     odd = ("", "quit", "save", "x" * 5000, "\x00\x1b[2Jlöök", "look\r\x0cgo nowhere")
     t = play(settings, *odd, max_turns=len(odd))

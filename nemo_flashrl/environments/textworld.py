@@ -16,6 +16,7 @@ import asyncio
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ except ModuleNotFoundError as error:
 _FORBIDDEN = frozenset({"save", "restore", "restart", "quit", "q", "script", "transcript", "undo", "verify", "version"})
 _LONGEST_COMMAND = 200
 _STATUS_LINE = re.compile(r"\n> +-=.*")  # the interpreter's: room, score and number of moves
+_PARSER = threading.Lock()  # TextWorld makes and reads games with one parser, which threads bring out of step
 _INSTRUCTION = "You play a text game. Answer each time with one command on a line of its own, such as: go east"
 
 
@@ -72,7 +74,8 @@ def game_file(settings: Settings, index: int) -> Path:
         options.seeds = {"map": settings.seed, "objects": index, "quest": index + 1, "grammar": settings.seed + index}
         options.quest_length, options.nb_rooms, options.nb_objects = sizes
         options.path, options.force_recompile = str(made / "game.z8"), True
-        textworld.make(options)
+        with _PARSER:
+            textworld.make(options)
         try:
             os.rename(made, target.parent)
         except OSError:  # somebody else was faster: their game is the same
@@ -119,7 +122,9 @@ class TextWorld:
         infos = textworld.EnvInfos(
             objective=True, description=True, admissible_commands=True, max_score=True, won=True, lost=True
         )
-        self._game = textworld.start(str(game_file(self._settings, task)), infos)
+        file = game_file(self._settings, task)
+        with _PARSER:
+            self._game = textworld.start(str(file), infos)
         self._score = 0
         return self._game.reset()
 
