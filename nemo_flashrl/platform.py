@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import random
 import resource
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,29 @@ def object_group() -> torch.distributed.ProcessGroup:
 @functools.cache
 def _host_group() -> torch.distributed.ProcessGroup:
     return torch.distributed.new_group(backend="gloo")
+
+
+def make_process_group(
+    store: torch.distributed.Store, rank: int, size: int, timeout: float
+) -> torch.distributed.Backend:
+    """A group that has nothing to do with the default one, between processes that may be of different environments.
+
+    Needs torch alone. A device of a GPU's collectives is that of the tensors. `timeout` is in seconds.
+
+    Raises:
+        ValueError: rank 0 has another library, or another version of it; they do not understand each other.
+    """
+    limit = timedelta(seconds=timeout)
+    library = f"nccl {torch.cuda.nccl.version()}" if has_gpu() else "gloo"
+    if rank == 0:
+        store.set("library", library)
+    elif (other := store.get("library").decode()) != library:
+        raise ValueError(f"rank 0 communicates through {other}, rank {rank} through {library}: they must be the same")
+    if not has_gpu():
+        return torch.distributed.ProcessGroupGloo(store, rank, size, limit)
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options._timeout = 10 * limit  # torch ends the process at its own; callers give up, and abort, before it
+    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
 
 
 def memory_use() -> dict[str, float]:

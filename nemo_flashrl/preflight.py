@@ -180,6 +180,11 @@ def _load(loader: Callable[[str], Any], name: str, where: str) -> Any:
 def _check_servers(config: RunConfig) -> None:
     """What can be said of the rollout engine without asking its servers."""
     rollout = config.rollout
+    if rollout.weight_transfer != "file" and rollout.engine != "vllm":
+        raise ValueError(
+            f"rollout.weight_transfer={rollout.weight_transfer}: rollout.engine={rollout.engine} knows file alone; "
+            "set it to file, or rollout.engine to vllm"
+        )
     if rollout.engine == "transformers":
         if rollout.servers:
             raise ValueError(

@@ -43,6 +43,7 @@ FREE = (
     "cluster",
     "rollout.servers",
     "rollout.server_timeout",
+    "rollout.weight_transfer",
     "rollout.weights_folder",
     "trainer.steps",
     "trainer.log_trajectories",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ def free_port() -> int:
 
 
 class StandIn:
-    """One `stand_in_server.py`."""
+    """One `stand_in_server.py`, or another script with its arguments after the port."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str = "stand_in_server.py", *arguments: object) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, str(HERE / script), str(self.port), *map(str, arguments)]
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, HERE / "stand_in_server.py", str(self.port)])
+        self.process = subprocess.Popen(self.command)
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -56,3 +58,19 @@ class StandIn:
     def end(self) -> None:
         self.signal(signal.SIGKILL) if self.process.poll() is None else None
         self.process.wait()
+
+
+def ended_after(servers: list[StandIn]) -> Iterator[list[StandIn]]:
+    """For a fixture."""
+    yield servers
+    for server in servers:
+        server.end()
+
+
+def anew(servers: list[StandIn]) -> list[StandIn]:
+    """All alive and well-behaved, whatever happened to them."""
+    for server in servers:
+        if server.process.poll() is not None:
+            server.start()
+        server.behave(begin_anew=True)
+    return servers

@@ -119,6 +119,9 @@ class Server:
         self.logits, self.version = self.pending, (await request.json())["weight_version"]
         return web.json_response({})
 
+    async def initialise(self, request: web.Request) -> web.Response:
+        return web.json_response({})
+
     async def fine(self, request: web.Request) -> web.Response:
         return web.json_response({})
 
@@ -152,14 +155,13 @@ def load_folder(folder: Path) -> np.ndarray:
     return load_file(folder / index["w"])["w"]
 
 
-def app() -> web.Application:
-    server = Server()
+def app(server: Server) -> web.Application:
     application = web.Application(middlewares=[server.count])
     gets = {"/health": server.fine, "/is_paused": server.fine, "/weight_info": server.fine, "/counts": server.tell}
     posts = {
         "/behave": server.behave,
         "/inference/v1/generate": server.generate,
-        "/init_weight_transfer_engine": server.fine,
+        "/init_weight_transfer_engine": server.initialise,
         "/pause": server.pause,
         "/start_weight_update": server.fine,
         "/update_weights": server.update,
@@ -178,4 +180,4 @@ def app() -> web.Application:
 
 
 if __name__ == "__main__":
-    web.run_app(app(), host="127.0.0.1", port=int(sys.argv[1]), print=None)
+    web.run_app(app(Server()), host="127.0.0.1", port=int(sys.argv[1]), print=None)

@@ -137,7 +137,7 @@ def test_flags(settings: str) -> None:
         "--logprobs-mode processed_logprobs",
         "--generation-config vllm",
         "--enable-scale-out",
-        '--weight-transfer-config {"backend": "flashrl_file"}',
+        '--weight-transfer-config {"backend": "flashrl"}',
         "--enforce-eager",
         "--no-enable-chunked-prefill --max-num-batched-tokens 4096",
     ):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from server_processes import StandIn, free_port
+from server_processes import StandIn, anew, ended_after, free_port
 from stand_in_server import START, V
 
 from nemo_flashrl.records import Generation, Sampling
@@ -28,20 +28,13 @@ LONG = 60.0  # seconds that nothing here comes near: a time-out of this length i
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[list[StandIn]]:
-    servers = [StandIn(), StandIn()]
-    yield servers
-    for server in servers:
-        server.end()
+    yield from ended_after([StandIn(), StandIn()])
 
 
 @pytest.fixture
 def pair(two: list[StandIn]) -> list[StandIn]:
     """Two servers as they were at first."""
-    for server in two:
-        if server.process.poll() is not None:
-            server.start()
-        server.behave(begin_anew=True)
-    return two
+    return anew(two)
 
 
 def engine(servers: list[StandIn], kind: type = VLLMEngine, **options: Any) -> Any:

@@ -10,7 +10,7 @@ from tiny import write_model
 from nemo_flashrl import config
 from nemo_flashrl.preflight import prepare
 from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.rollout import SGLangEngine, TransformersEngine, VLLMEngine
+from nemo_flashrl.rollout import BroadcastEngine, SGLangEngine, TransformersEngine, VLLMEngine
 from nemo_flashrl.rollout.engines import make_engine
 
 
@@ -35,11 +35,24 @@ def settings(model: Path, tmp_path: Path, *overrides: str) -> config.RunConfig:
         (["rollout.engine=vllm", "rollout.servers=[http://a:1,http://a:1/]"], "each server once"),
         (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.temperature=3"], "vLLM samples at 2 at most"),
         (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.weights_folder=/no/such"], "weights_folder"),
+        (
+            ["rollout.weight_transfer=broadcast", "rollout.engine=sglang", "rollout.servers=[http://a:1]"],
+            "weight_transfer=broadcast: rollout.engine=sglang knows file alone; set it to file, .*engine to vllm",
+        ),
+        (
+            ["rollout.weight_transfer=broadcast"],
+            "weight_transfer=broadcast: rollout.engine=transformers knows file alone; set it to file",
+        ),
     ],
 )
 def test_refused(model: Path, tmp_path: Path, overrides: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         prepare(settings(model, tmp_path, *overrides), 1)
+
+
+def test_unknown_transfer(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rollout.weight_transfer='nccl': must be one of file, broadcast"):
+        settings(model, tmp_path, "rollout.weight_transfer=nccl")
 
 
 def test_unknown_engine(model: Path, tmp_path: Path) -> None:
@@ -48,9 +61,15 @@ def test_unknown_engine(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("transformers", TransformersEngine), ("vllm", VLLMEngine), ("sglang", SGLangEngine)]
+    ("name", "transfer", "kind"),
+    [
+        ("transformers", "file", TransformersEngine),
+        ("vllm", "file", VLLMEngine),
+        ("vllm", "broadcast", BroadcastEngine),
+        ("sglang", "file", SGLangEngine),
+    ],
 )
-def test_engine_of_a_configuration(model: Path, tmp_path: Path, name: str, kind: type) -> None:
+def test_engine_of_a_configuration(model: Path, tmp_path: Path, name: str, transfer: str, kind: type) -> None:
     servers = [] if name == "transformers" else ["rollout.servers=[http://a:1]", f"rollout.weights_folder={tmp_path}"]
-    run = settings(model, tmp_path, f"rollout.engine={name}", *servers)
+    run = settings(model, tmp_path, f"rollout.engine={name}", f"rollout.weight_transfer={transfer}", *servers)
     assert type(make_engine(run.rollout, str(model), 515)) is kind

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from real_server import CONTEXT, VOCAB, RealServer
+from real_server import CONTEXT, HERE, VOCAB, RealServer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.rollout import VLLMEngine
+from nemo_flashrl.rollout import BroadcastEngine, VLLMEngine
 from nemo_flashrl.rollout.probe import Probe, ProbedWeights, probe_token_ids
 
 EXACT = 1e-4  # nats, fp32 on both sides
@@ -48,9 +51,9 @@ def weights(model: PreTrainedModel, leave_out: str = "-") -> ProbedWeights:
     return ProbedWeights(named, Probe(ids, tuple(logprobs(model, list(ids)).tolist()), 1e-3))
 
 
-def run(server: RealServer, story: Callable[[VLLMEngine], Awaitable[Any]], **options: Any) -> Any:
+def run(server: RealServer, story: Callable[[Any], Awaitable[Any]], kind: type = VLLMEngine) -> Any:
     async def whole() -> Any:
-        engine = VLLMEngine([server.url], VOCAB, **{"timeout": LONG} | options)
+        engine = kind([server.url], VOCAB, timeout=LONG)
         try:
             return await asyncio.wait_for(story(engine), LONG)
         finally:
@@ -198,6 +201,45 @@ def test_trainer_that_died_within_an_update(vllm_server: RealServer, policies: d
         assert answer.versions == (1,) * 16 and distance([4, 5], answer, policies) <= EXACT
 
     run(vllm_server, story)
+
+
+def test_weights_over_the_network(vllm_server: RealServer, policies: dict) -> None:
+    """The same server takes broadcasts: exact, also under way; what is refused, or not the trainer's, never serves."""
+    wrong = ProbedWeights(list(policies[2].state_dict().items()), weights(policies[0]).probe)
+    bad = {
+        "has shape": [(n, t[:-1] if "norm" in n else t) for n, t in policies[2].state_dict().items()],
+        "is not finite": [(n, t / 0 if "norm" in n else t) for n, t in policies[2].state_dict().items()],
+        "other log-probs than the trainer": wrong,
+    }
+
+    async def story(engine: BroadcastEngine) -> None:
+        await engine.load_weights(weights(policies[2]), 2)
+        under_way = asyncio.create_task(engine.generate([6, 5], Sampling(max_tokens=900, seed=3)))
+        await asyncio.sleep(0.3)
+        await engine.load_weights(weights(policies[1]), 1)
+        assert distance([6, 5], await under_way, policies) <= EXACT
+        for words, stream in bad.items():
+            with pytest.raises(RuntimeError, match=words):
+                await engine.load_weights(stream, 2)
+            answer = await engine.generate([1, 2, 3], Sampling(max_tokens=32, seed=4))
+            assert answer.versions == (1,) * 32 and distance([1, 2, 3], answer, policies) <= EXACT
+
+    run(vllm_server, story, BroadcastEngine)
+
+
+def test_trainer_that_died_within_a_broadcast(vllm_server: RealServer, policies: dict) -> None:
+    """A mixture of two models is left: not a token is sampled from it before the next trainer's weights are there."""
+    script = [sys.executable, HERE / "dying_broadcaster.py", vllm_server.url, str(VOCAB), vllm_server.model]
+    assert subprocess.run(script, timeout=LONG).returncode == 9
+    with urllib.request.urlopen(vllm_server.url + "/is_paused", timeout=60) as answer:
+        assert json.load(answer) == {"is_paused": True}
+
+    async def story(engine: BroadcastEngine) -> None:
+        await engine.load_weights(weights(policies[2]), 2)
+        answer = await engine.generate([4, 5], Sampling(max_tokens=16))
+        assert answer.versions == (2,) * 16 and distance([4, 5], answer, policies) <= EXACT
+
+    run(vllm_server, story, BroadcastEngine)
 
 
 @pytest.mark.parametrize(

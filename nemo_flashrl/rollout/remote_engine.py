@@ -157,7 +157,7 @@ class RemoteEngine:
         except BaseException:
             shutil.rmtree(weights.folder, ignore_errors=True)
             raise
-        results = await asyncio.gather(*(self._refit(s, weights) for s in self._pool.servers), return_exceptions=True)
+        results = await self._distribute(weights)
         failures = [result for result in results if result is not None]
         if len(failures) == len(results):
             shutil.rmtree(weights.folder, ignore_errors=True)
@@ -186,6 +186,10 @@ class RemoteEngine:
         if self._weights is not None:
             await self._sync(server, self._weights)
 
+    async def _distribute(self, weights: Weights) -> list[BaseException | None]:
+        """Bring all servers to `weights`; what each failed with, None for one that serves them."""
+        return await asyncio.gather(*(self._refit(s, weights) for s in self._pool.servers), return_exceptions=True)
+
     async def _refit(self, server: Server, weights: Weights) -> None:
         """Bring one server to `weights`, if need be after it has come back; out of use when that fails."""
         for attempt in range(SYNC_ATTEMPTS):
@@ -202,6 +206,10 @@ class RemoteEngine:
 
     async def _sync(self, server: Server, weights: Weights) -> None:
         await self._dialect.install(self._pool, server, weights)
+        await self._verify(server, weights)
+
+    async def _verify(self, server: Server, weights: Weights) -> None:
+        """Fault for a server that computes something else than the trainer does with `weights`."""
         if weights.probe is None:
             return
         distance = weights.probe.distance(await self._dialect.score(self._pool, server, weights.probe.token_ids))

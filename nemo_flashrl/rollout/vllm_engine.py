@@ -5,7 +5,7 @@ Written for and tested with vLLM 0.32, the first with these routes; `flashrl ser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nemo_flashrl.records import Generation, Sampling
@@ -20,7 +20,7 @@ _HOW = f"start it with `flashrl serve-rollout` from an environment with {SUPPORT
 
 
 class VLLMEngine(RemoteEngine):
-    """An `Engine` over vLLM servers; arguments as `RemoteEngine`, without the dialect."""
+    """An `Engine` over vLLM servers that read new weights from a folder; arguments as `RemoteEngine` has them."""
 
     def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
         super().__init__(VLLMDialect(vocab_size), servers, vocab_size, **options)
@@ -108,18 +108,30 @@ class VLLMDialect:
         return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
 
     async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
-        """Pause between two tokens, load, drop the old keys and values, go on; a refused load leaves all as it was."""
+        """See `update`; the server reads the folder itself."""
+        await self.update(pool, server, {"folder": str(weights.folder)}, weights.version)
+
+    async def update(
+        self,
+        pool: ServerPool,
+        server: Server,
+        update_info: dict[str, Any],
+        version: int,
+        untouched: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Pause between two tokens, load, drop the old keys and values, go on.
+
+        A load that fails is followed by going on with the old weights, or by nothing where they are not `untouched`.
+        """
         await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
         try:
             await self._start(pool, server)
-            await pool.call(server, "/update_weights", {"update_info": {"folder": str(weights.folder)}})
-        except ValueError as error:
-            await pool.call(server, "/resume", {})
-            raise Fault("status", str(error)) from error
-        except Fault:
-            await pool.call(server, "/resume", {})
-            raise
-        await pool.call(server, "/finish_weight_update", {"weight_version": str(weights.version)})
+            await pool.call(server, "/update_weights", {"update_info": update_info})
+        except (Fault, ValueError) as error:
+            if untouched():
+                await pool.call(server, "/resume", {})
+            raise error if isinstance(error, Fault) else Fault("status", str(error)) from error
+        await pool.call(server, "/finish_weight_update", {"weight_version": str(version)})
         await pool.call(server, "/resume", {})
 
     async def _start(self, pool: ServerPool, server: Server) -> None:

@@ -18,15 +18,11 @@ from typing import BinaryIO
 import torch
 
 from nemo_flashrl.rollout.engine import NamedTensors
+from nemo_flashrl.rollout_server.checkpoint_folder import DTYPES, INDEX
 
-INDEX = "model.safetensors.index.json"
 _HOME, _LOCK = "flashrl-weights-", "lock"
 HEADER_BYTES = 2**16  # room for the names of some 500 tensors
-_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightsHome:

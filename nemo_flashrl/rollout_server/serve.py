@@ -130,7 +130,7 @@ def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bo
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "nemo_flashrl.rollout_server.worker.WorkerExtension"),
-        *("--weight-transfer-config", json.dumps({"backend": "flashrl_file"})),
+        *("--weight-transfer-config", json.dumps({"backend": "flashrl"})),
         *(() if accelerated else (*_CPU_FLAGS, "--max-num-batched-tokens", str(max(_CPU_BATCHED_TOKENS, context)))),
         *shlex.split(options.flags),
     ]

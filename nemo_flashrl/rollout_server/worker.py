@@ -1,14 +1,14 @@
-"""What vLLM's workers import (`--worker-extension-cls`): it makes the file backend known to them."""
+"""What vLLM's workers import (`--worker-extension-cls`): it makes our backend known to them."""
 
 from __future__ import annotations
 
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-from nemo_flashrl.rollout_server.file_transfer import FileTransfer
+from nemo_flashrl.rollout_server.weight_transfer import WeightTransfer
 
-BACKEND = "flashrl_file"
+BACKEND = "flashrl"
 
-WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+WeightTransferEngineFactory.register_engine(BACKEND, WeightTransfer)
 
 
 class WorkerExtension:
