@@ -6,6 +6,8 @@
     python benchmarks/rehearsal.py techniques --runs runs/techniques --seeds 0 1 2    # FlashREINFORCE beyond the paper
     python benchmarks/rehearsal.py table  --runs runs/seeds runs/grpo runs/lag
 
+`rehearsal_compare.py` holds the first two against each other.
+
 Every run is `flashrl rehearse` in processes of its own. Finished runs are kept and not run again.
 """
 
@@ -13,11 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 UNCORRECTED = ["algorithm.settings.importance_sampling=false", "algorithm.settings.delta=inf"]
 RATIO_ONLY = ["algorithm.settings.delta=inf"]
@@ -55,30 +60,40 @@ def plans(kind: str, seeds: list[int]) -> dict[str, list[str]]:
 
 
 def run(folder: Path, arguments: list[str]) -> None:
-    started = time.perf_counter()
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "nemo_flashrl.cli", "rehearse", "--output", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
-    seconds = time.perf_counter() - started
+    seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if not (folder / "run" / "checkpoint").is_dir():
         raise SystemExit(f"{folder.name} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    (folder / "summary.json").write_text(json.dumps({"text": done.stdout, "seconds": seconds}))
+    (folder / "summary.json").write_text(
+        json.dumps({"text": done.stdout, "seconds": seconds, "processor_seconds": processor})
+    )
 
 
 def row(folder: Path) -> list[str]:
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     success = [s["success"] for s in steps]
-    greedy = next(line for line in summary["text"].splitlines() if "greedy" in line).split(",")[-1].split()[0]
     gate = [s["gate_acceptance"] for s in steps if "gate_acceptance" in s]
     return [
         f"{folder.parent.name}/{folder.name}",
         f"{success[0]:.3f}",
         f"{statistics.mean(success[40:60]):.3f}",
         f"{statistics.mean(success[-20:]):.3f}",
-        greedy,
+        f"{greedy_success(summary):.1%}",
         f"{statistics.mean(gate):.3f}" if gate else "",
+        f"{max(s['memory_peak_gib'] for s in steps):.2f}",
+        f"{summary['processor_seconds']:.0f}",
         f"{summary['seconds']:.0f}",
     ]
+
+
+def greedy_success(summary: Mapping[str, Any]) -> float:
+    """Of the exported checkpoint on held-out tasks, as the page of a rehearsal says it."""
+    line = next(line for line in summary["text"].splitlines() if "greedy" in line)
+    return float(line.split(",")[-1].split()[0].rstrip("%")) / 100
 
 
 def main() -> None:
@@ -94,8 +109,8 @@ def main() -> None:
                 run(folder, arguments)
                 print(*row(folder), sep=" | ", flush=True)
         return
-    print("| run | first update | updates 41-60 | last 20 | greedy | gate acceptance | seconds |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| run | first update | updates 41-60 | last 20 | greedy | gate acceptance | peak GiB | cpu s | s |")
+    print("|" + " --- |" * 9)
     for folder in sorted(f for root in options.runs for f in root.iterdir() if (f / "summary.json").exists()):
         print("| " + " | ".join(row(folder)) + " |")
 

@@ -29,33 +29,40 @@ def draw(rows: Sequence[Comparison], values: Mapping[str, Mapping[int, float]], 
 
     bottom = TOP + ROW * len(rows)
     parts = [
-        _text(16, 24, title, size=15, weight="bold"),
-        _text(16, 42, f"{measure}: seeds, mean, 95% interval; in brackets what the differences seed by seed support"),
+        text(16, 24, title, size=15, weight="bold"),
+        text(16, 42, f"{measure}: seeds, mean, 95% interval; in brackets what the differences seed by seed support"),
     ]
     for tick in range(5):
         value = low + margin + (high - low - 2 * margin) * tick / 4
-        parts.append(_line(x(value), TOP, x(value), bottom, "#e0e0e0"))
-        parts.append(_text(x(value), bottom + 18, f"{value:.3g}", anchor="middle"))
-    parts.append(_line(x(rows[0].own.mean), TOP, x(rows[0].own.mean), bottom, COLOURS[""], dash="5 4"))
+        parts.append(line(x(value), TOP, x(value), bottom, "#e0e0e0"))
+        parts.append(text(x(value), bottom + 18, f"{value:.3g}", anchor="middle"))
+    parts.append(line(x(rows[0].own.mean), TOP, x(rows[0].own.mean), bottom, COLOURS[""], dash="5 4"))
     for number, row in enumerate(rows):
         y, colour = TOP + ROW * (number + 0.5), COLOURS[row.verdict]
-        parts.append(_text(left - 12, y + 4, labels[row.variant], anchor="end", fill=colour))
-        parts.append(_line(x(row.own.low), y, x(row.own.high), y, colour, width=2))
+        parts.append(text(left - 12, y + 4, labels[row.variant], anchor="end", fill=colour))
+        parts.append(line(x(row.own.low), y, x(row.own.high), y, colour, width=2))
         own = values[row.variant].values()
         parts += [f'<circle cx="{x(v):.1f}" cy="{y:.1f}" r="3" fill="none" stroke="{colour}"/>' for v in own]
         parts.append(f'<rect x="{x(row.own.mean) - 4:.1f}" y="{y - 4:.1f}" width="8" height="8" fill="{colour}"/>')
-    size = f'width="{width}" height="{bottom + 30}" viewBox="0 0 {width} {bottom + 30}"'
+    return document(parts, width, bottom + 30)
+
+
+def document(parts: Sequence[str], width: int, height: int) -> str:
+    """An SVG of these elements on white; sizes in pixels."""
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, f'<rect width="{width}" height="{bottom + 30}" fill="white"/>', *parts, "</svg>", ""])
+    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="white"/>', *parts, "</svg>", ""])
 
 
-def _text(
+def text(
     x: float, y: float, words: str, *, size: int = 12, weight: str = "normal", anchor: str = "start", fill="#222"
-):
+) -> str:
+    """`words` from, to or around (x, y), its baseline."""
     style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, width: int = 1, dash: str = "") -> str:
+def line(x1: float, y1: float, x2: float, y2: float, colour: str, *, width: int = 1, dash: str = "") -> str:
+    """From (x1, y1) to (x2, y2)."""
     style = f'stroke="{colour}" stroke-width="{width}"' + (f' stroke-dasharray="{dash}"' if dash else "")
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
