@@ -26,6 +26,7 @@ from nemo_flashrl.environments.environment import Message, StepResult
 
 try:
     import textworld
+    from textworld.generator import compile_game, make_game
 except ModuleNotFoundError as error:
     raise ImportError(f"{error}: pip install 'nemo_flashrl[environments]'") from error
 
@@ -75,7 +76,8 @@ def game_file(settings: Settings, index: int) -> Path:
         options.quest_length, options.nb_rooms, options.nb_objects = sizes
         options.path, options.force_recompile = str(made / "game.z8"), True
         with _PARSER:
-            textworld.make(options)
+            game = make_game(options)
+        compile_game(game, options)
         try:
             os.rename(made, target.parent)
         except OSError:  # somebody else was faster: their game is the same
