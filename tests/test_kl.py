@@ -90,22 +90,35 @@ def test_coefficients() -> None:
     for _ in range(60):
         floor.after_step(entropy=0.0)
     assert floor.value == pytest.approx(1.0)
+    falling = KlCoefficient(0.1, schedule="entropy", steps=99, entropy_floor=0.0, entropy_fall=0.3)
+    slow = KlCoefficient(0.1, schedule="entropy", steps=99, entropy_floor=0.0, entropy_fall=0.5)
+    # Step 11 is the first with one 10 steps before: 1.3 is under 0.7 x 2, 1.4 is not. Step 21 is held to 1.3.
+    for entropy in [2.0] * 10 + [1.3, 1.3, 1.4] + [1.3] * 7 + [1.3]:
+        falling.after_step(entropy=entropy)
+        slow.after_step(entropy=entropy)
+    assert slow.value == 0.1
+    assert falling.value == pytest.approx(0.1 * 1.1 ** (2 - 1 + 7 - 1))
 
 
-@pytest.mark.parametrize("schedule", ["fixed", "annealed", "adaptive", "entropy"])
-def test_coefficient_goes_on_where_it_was(schedule) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "value"), [("fixed", 0.1), ("annealed", None), ("adaptive", None), ("entropy", 0.121)]
+)
+def test_coefficient_goes_on_where_it_was(schedule, value) -> None:
+    """`entropy`: of 3, 2.9, ... 1.9 the last two are under 0.7 x 3 and 0.7 x 2.9, which came before the resume."""
+
     def new():
         return KlCoefficient(0.1, schedule=schedule, steps=20, target=0.05, entropy_floor=0.5)
 
     straight = new()
     for step in range(12):
-        straight.after_step(kl=0.01 * step, entropy=0.1 * step)
+        straight.after_step(kl=0.01 * step, entropy=3 - 0.1 * step)
         if step == 5:
             resumed, state = new(), straight.state_dict()
             resumed.load_state_dict(state)
         elif step > 5:
-            resumed.after_step(kl=0.01 * step, entropy=0.1 * step)
+            resumed.after_step(kl=0.01 * step, entropy=3 - 0.1 * step)
     assert (resumed.value, resumed.step) == (straight.value, 12)
+    assert value is None or resumed.value == pytest.approx(value)
 
 
 def test_unknown_names_are_refused() -> None:

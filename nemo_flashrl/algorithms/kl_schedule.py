@@ -3,18 +3,20 @@
 fixed       coefficient
 annealed    coefficient for the first tenth of the steps, then linear to a fifth of it at the last step
 adaptive    times 1 + 0.1 clip(KL / target - 1, -0.2, 0.2) after each step (Ziegler et al. 2019)
-entropy     times 1.1 after a step whose entropy is under the floor, back by the same factor above it; from
-            coefficient to 10 times coefficient
+entropy     times 1.1 after a step whose entropy is under the floor, or has lost more than its share in 10 steps; back
+            by the same factor after any other; from coefficient to 10 times coefficient
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 SCHEDULES = ("fixed", "annealed", "adaptive", "entropy")
 _HELD_SHARE, _LAST_SHARE = 0.1, 0.2
 _GAIN, _ERROR_LIMIT = 0.1, 0.2
 _RAISE, _HIGHEST = 1.1, 10.0
+_FALL_STEPS = 10
 
 
 class KlCoefficient:
@@ -30,6 +32,7 @@ class KlCoefficient:
         steps: optimizer steps of the whole run.
         target: KL in nats per action token that `adaptive` aims at.
         entropy_floor: nats per action token, for `entropy`.
+        entropy_fall: for `entropy`, the share of its entropy that a policy may lose in 10 steps; 1: any.
     """
 
     def __init__(
@@ -40,13 +43,15 @@ class KlCoefficient:
         steps: int,
         target: float = 0.05,
         entropy_floor: float = 0.5,
+        entropy_fall: float = 0.3,
     ) -> None:
         if schedule not in SCHEDULES:
             raise ValueError(f"kl.schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
         self.start, self.schedule, self.steps = coefficient, schedule, steps
-        self.target, self.entropy_floor = target, entropy_floor
+        self.target, self.entropy_floor, self.entropy_fall = target, entropy_floor, entropy_fall
         self.value = coefficient
         self.step = 0  # optimizer steps done
+        self._entropies: list[float] = []  # of the last 10 steps that have one
 
     def after_step(self, kl: float = math.nan, entropy: float = math.nan) -> None:
         """Move on by one step whose mean KL and entropy, in nats per action token, were these; NaN where unknown."""
@@ -59,16 +64,20 @@ class KlCoefficient:
             error = min(max(kl / self.target - 1, -_ERROR_LIMIT), _ERROR_LIMIT)
             self.value *= 1 + _GAIN * error
         elif self.schedule == "entropy" and math.isfinite(entropy):
-            factor = _RAISE if entropy < self.entropy_floor else 1 / _RAISE
+            before = self._entropies[0] if len(self._entropies) == _FALL_STEPS else entropy
+            self._entropies = [*self._entropies, entropy][-_FALL_STEPS:]
+            low = entropy < max(self.entropy_floor, (1 - self.entropy_fall) * before)
+            factor = _RAISE if low else 1 / _RAISE
             self.value = min(max(self.value * factor, self.start), self.start * _HIGHEST)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"value": self.value, "step": self.step}
+        return {"value": self.value, "step": self.step, "entropies": list(self._entropies)}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; a schedule that follows the step alone is worked out anew from its own settings."""
         self.step = int(state["step"])
+        self._entropies = list(state.get("entropies", []))
         if self.schedule in ("adaptive", "entropy"):
             self.value = float(state["value"])
         elif self.schedule == "annealed" and self.step:

@@ -63,11 +63,11 @@ class KLPenaltyCallback(pl.Callback):
         torch.distributed.broadcast(means, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         self.coefficient.after_step(*means.tolist())
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Lightning's hook."""
         return self.coefficient.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lightning's hook."""
         self.coefficient.load_state_dict(state_dict)
 

@@ -169,6 +169,7 @@ class KlConfig:
     schedule: str = one_of("fixed", "annealed", "adaptive", "entropy")
     target: float = within(0.05, ABOVE_ZERO)  # adaptive: nats per action token
     entropy_floor: float = within(0.5, 0)  # entropy: nats per action token; under it the coefficient rises
+    entropy_fall: float = within(0.3, 0, 1)  # entropy: and after a loss of this share in 10 steps; 1: floor alone
 
 
 @dataclass
