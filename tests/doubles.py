@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ class ScriptedEngine:
     def __init__(self, *actions: Sequence[int], version: int = 0) -> None:
         self.actions = [tuple(action) for action in actions]
         self.version = version
+        self.faults: Counter[str] = Counter()
         self.requests: list[tuple[list[int], Sampling]] = []
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:

@@ -128,6 +128,22 @@ def test_groups_are_bounded_too(start) -> None:
         assert 4 <= driver.collector._count_ended() <= 10
 
 
+def test_faults_of_a_step(start) -> None:
+    """What a caller gets is new since its last call, through an engine around the engine too."""
+    inner = ScriptedEngine(GET)
+    driver = start(DrainingEngine(inner))
+    assert driver.faults() == {"servers_fallen": 0, "rollout_faults": 0}
+    inner.faults.update({"servers_fallen": 1, "dead": 3, "sync_probe": 2})
+    assert driver.faults() == {
+        "servers_fallen": 1,
+        "rollout_faults": 5,
+        "rollout_faults_dead": 3,
+        "rollout_faults_sync_probe": 2,
+    }
+    inner.faults["dead"] += 4
+    assert driver.faults() == {"servers_fallen": 0, "rollout_faults": 4, "rollout_faults_dead": 4}
+
+
 class SlowEngine(ScriptedEngine):
     """Tokens of an action come at a word from outside, each with the version of that moment."""
 

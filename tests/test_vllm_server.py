@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from processes import run_ranks
 from real_server import CONTEXT, HERE, VOCAB, RealServer
+from server_processes import StandIn, ended_after
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_flashrl.diagnostics.json_lines import read_metrics
@@ -242,11 +243,27 @@ def test_trainer_that_died_within_a_broadcast(vllm_server: RealServer, policies:
     run(vllm_server, story, BroadcastEngine)
 
 
+@pytest.fixture
+def hanging_up(vllm_server: RealServer) -> Iterator[str]:
+    """The server's URL through a proxy that cuts each 7th generation off."""
+    (proxy,) = each = [StandIn("flaky_proxy.py", vllm_server.url, 7)]
+    yield from (proxy.url for _ in ended_after(each))
+
+
 @pytest.mark.parametrize(
-    ("parallel", "temperature"), [("tensor", 1.0), ("tensor", 0.7), ("pipeline", 0.7), ("context", 1.0)]
+    ("parallel", "temperature", "transfer"),
+    [
+        ("tensor", 1.0, "file"),
+        ("tensor", 0.7, "broadcast"),
+        ("pipeline", 0.7, "file"),
+        ("context", 1.0, "file"),
+    ],
 )
-def test_train_from_the_server(vllm_server: RealServer, tmp_path: Path, parallel: str, temperature: float) -> None:
+def test_train_from_the_server(
+    vllm_server: RealServer, hanging_up: str, tmp_path: Path, parallel: str, temperature: float, transfer: str
+) -> None:
     """Three steps on two ranks; what the trainer computes for the tokens is what the server said as it sampled them."""
+    cut = parallel == "context"
     config = tmp_path / "run.yaml"
     config.write_text(
         f"""
@@ -258,7 +275,8 @@ optimizer: {{learning_rate: 1.0e-3, warmup_steps: 0}}
 environment: {{name: letters.Letters}}
 rollout:
   engine: vllm
-  servers: ["{vllm_server.url}"]
+  servers: ["{hanging_up if cut else vllm_server.url}"]
+  weight_transfer: {transfer}
   temperature: {temperature}
   batch_size: 16
   max_turns: 2
@@ -272,7 +290,9 @@ trainer: {{steps: 3}}
     tokens = sum(step["policy_tokens"] for step in steps)
     assert tokens > 3000
     assert max(step["logprob_difference_max"] for step in steps) <= EXACT
-    assert all(step["staleness_max"] == 0 for step in steps)
+    assert all(step["staleness_max"] == 0 and step["servers_fallen"] == 0 for step in steps)
+    # 16 episodes a step make 16 requests at least, and of any 16 in a row two are cut.
+    assert all((step.get("rollout_faults_unreachable", 0) >= 2) == cut for step in steps)
     first = AutoModelForCausalLM.from_pretrained(vllm_server.model).state_dict()
     last = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").state_dict()
     moved = max(float((a - b).abs().max()) for a, b in zip(first.values(), last.values(), strict=True))

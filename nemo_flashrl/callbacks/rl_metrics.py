@@ -28,7 +28,7 @@ class RLMetricsCallback(pl.Callback):
     Args:
         output: the run's folder; gets `metrics.jsonl`, `trajectories.jsonl` and `samples.jsonl`.
         data: where the step's trajectories and the collector's numbers are.
-        refit: whose time is reported beside the step's.
+        refit: whose time and driver's faults are reported beside the step's.
         tokenizer: turns samples into text.
         monitors: what watches these numbers.
         log_trajectories: full trajectories written as text each step.
@@ -93,6 +93,7 @@ class RLMetricsCallback(pl.Callback):
             **policy_metrics(sums),
             "gradient_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            **self.refit.driver.faults(),
             **self._times(step),
             **memory,
         }

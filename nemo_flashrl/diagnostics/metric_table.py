@@ -7,7 +7,8 @@ Where a number comes from decides how it is reduced:
              ranks on the last pipeline stage, divided once, and sent from there to the rank that writes
     sum      as `mean`, without the division
     largest  the maximum over microbatches and data-parallel ranks, on the last pipeline stage
-    machine  a clock or a memory counter; memory is the maximum over all ranks, times are the writing rank's
+    machine  a clock, a memory counter, a count of accidents; memory is the maximum over all ranks, the others are the
+             writing rank's
     trainer  the same on every rank after Megatron's own reduction
 """
 
@@ -112,6 +113,11 @@ _ROLLOUT = (
     Metric("episodes_in_flight", "episodes", "running when the batch was complete"),
     Metric("queue_depth", "trajectories", "finished beside the batch, waiting for the trainer"),
     Metric("total_trajectories_*", "trajectories", "since the start of the run, as of the step before"),
+    Metric(
+        "servers_fallen", "servers", "left out in this step, its weight sync included", MACHINE
+    ),
+    Metric("rollout_faults", "tries", "requests and weight syncs of this step that failed and were repeated", MACHINE),
+    Metric("rollout_faults_*", "tries", "the same by reason, where there were any; `sync_*` are weight syncs", MACHINE),
     Metric("observations_truncated", "observations", "cut at rollout.max_observation_tokens"),
     _sum("dropped_ratio_guard", "trajectories", "rejected for a token with a ratio beyond the guard", "guarded"),
     Metric("dropped_*", "trajectories", "left out of training, by reason"),

@@ -154,7 +154,9 @@ class Collector:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before the first `collect`."""
-        assert not (self._running or self._waiting or self._siblings.count or self._ready), "the collector has begun already"
+        assert not (self._running or self._waiting or self._siblings.count or self._ready), (
+            "the collector has begun already"
+        )
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
         if self._group_sizes is not None and "group_sizes" in state:

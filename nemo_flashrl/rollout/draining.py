@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 from nemo_flashrl.records import Generation, Sampling
@@ -26,6 +27,11 @@ class DrainingEngine:
     def version(self) -> int:
         """The policy version that the engine serves."""
         return self._engine.version
+
+    @property
+    def faults(self) -> Counter[str]:
+        """The engine's."""
+        return self._engine.faults
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         """As the engine's, once no load is under way."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from nemo_flashrl.records import Batch
-from nemo_flashrl.rollout.batch_metrics import rollout_metrics, staleness_metrics
+from nemo_flashrl.rollout.batch_metrics import fault_metrics, rollout_metrics, staleness_metrics
 from nemo_flashrl.rollout.handover import Handover
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class RolloutDriver:
         self._used = 0  # optimizer steps done on the batch in training
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
+        self._told: Counter[str] = Counter()  # faults of the engine that `faults` has handed out
         self._loop = asyncio.new_event_loop()
         self._handover = Handover()  # the last one
         self._broken: Future[None] = Future()  # done when something there tried to end the process
@@ -95,6 +96,14 @@ class RolloutDriver:
     def use(self, play: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """What `play` answers, run on the loop with the engine, beside whatever else is in flight."""
         return self._call(play(self.engine))
+
+    def faults(self) -> dict[str, float]:
+        """Metrics of what went wrong in the engine since the last call, and was made good."""
+        return self._call(_soon(self._new_faults))
+
+    def _new_faults(self) -> dict[str, float]:
+        told, self._told = self._told, Counter(self.engine.faults)
+        return fault_metrics(self._told - told)
 
     def stop_collecting(self) -> None:
         """Let `collect` raise CollectionStopped, at once and from now on; may be called in a signal handler."""

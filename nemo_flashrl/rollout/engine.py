@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -17,10 +18,12 @@ class Engine(Protocol):
     """A sampler that takes token ids and returns token ids.
 
     Weights arrive as a stream of Hugging Face names and tensors, one at a time; an engine may not keep
-    the tensors it is handed, only copies. `version` is the policy version it now serves.
+    the tensors it is handed, only copies. `version` is the policy version it now serves; `faults` counts since the
+    start, by reason, what went wrong and was made good: tries that were repeated, and `servers_fallen`.
     """
 
     version: int
+    faults: Counter[str]
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `token_ids`. Many calls may be in flight at once."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,7 @@ class TransformersEngine:
     def __init__(self, folder: str | Path, settings: Settings = Settings(), *, version: int = 0) -> None:
         """Load config and weights from `folder`; they are served as `version`."""
         self.version = version
+        self.faults: Counter[str] = Counter()  # stays empty: what fails here is not tried again
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa", local_files_only=True
         )
