@@ -123,6 +123,21 @@ def test_loss_by_hand(aggregation, first, second):
     assert shown == pytest.approx([5, 0.4, 1, 1.5])
 
 
+def test_the_two_clips_are_apart():
+    """Ratios 3/2 and 1/2 for A = a and for A = -a, a = sqrt(1/2); each clip binds where the other is wide.
+
+    Up to 1.4: -1.4 a, not -1.5 a; down to 0.3: 0.5 a. Up to 1.6: -1.5 a; down to 0.8: 0.8 a, not 0.5 a.
+    """
+    a = math.sqrt(0.5)
+    behavior = torch.full((2, 2), -2.0, dtype=torch.float64)
+    logprobs = behavior + torch.tensor([[1.5, 0.5], [1.5, 0.5]], dtype=torch.float64).log()
+    rest = (behavior, torch.tensor([1.0, 0.0]), torch.ones(2, 2, dtype=torch.bool), torch.tensor([5, 5]))
+    for low, high, right in ((0.7, 0.4, -1.4 - 0.5 + 1.5 + 0.5), (0.2, 0.6, -1.5 - 0.5 + 1.5 + 0.8)):
+        loss, stats = grpo_loss(logprobs, *rest, clip_low=low, clip_high=high, advantage_epsilon=0.0)
+        assert loss.item() == pytest.approx(right * a / 4, rel=1e-12)
+        assert stats["clipped_fraction"].item() == 1 / 4
+
+
 def test_k3_by_hand():
     # logref - logp = ln 2: k3 = 2 - ln 2 - 1, slope -(2 - 1); ln(1/2): 1/2 + ln 2 - 1, slope 1/2. Weight 1/2 each.
     logprobs = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64, requires_grad=True)
