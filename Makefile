@@ -35,12 +35,13 @@ $(VENV)/.ready: requirements-cpu.lock requirements-reasoning-gym.lock requiremen
 	touch $@
 
 # vLLM's environment, 3 GB: its pins exclude NeMo's. vLLM's CPU build is for Linux on x86-64 alone; elsewhere the tests
-# against a real server are skipped. Its own requirements are in the lock, so it is installed without them.
+# against a real server are skipped, as with ROLLOUT_VENV=none. Its own requirements are in the lock, so it is installed
+# without them.
 rollout-venv:
-ifeq ($(shell uname -sm),Linux x86_64)
+ifeq ($(shell uname -sm)$(filter none,$(ROLLOUT_VENV)),Linux x86_64)
 rollout-venv: $(ROLLOUT_VENV)/.ready
 else
-	@echo "no vLLM for the CPU here: tests against a real server will be skipped"
+	@echo "no vLLM here: tests against a real server will be skipped"
 endif
 
 $(ROLLOUT_VENV)/.ready: requirements-rollout-cpu.lock setup.cfg pyproject.toml

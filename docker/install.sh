@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Add the package to a NeMo image without replacing anything that the image was tested with.
+# install.sh [EXTRA]: add the package to an image without replacing anything that the image was tested with.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 before=$(mktemp) after=$(mktemp)
 trap 'rm -f "$before" "$after"' EXIT
 # As name==version: `pip freeze` would name the wheels' folders of the image's own build, which are gone.
 python3 -m pip list --format=freeze --disable-pip-version-check --exclude nemo_flashrl | sort >"$before"
-python3 -m pip install --no-cache-dir --disable-pip-version-check --no-build-isolation --constraint "$before" .
+python3 -m pip install --no-cache-dir --disable-pip-version-check --no-build-isolation --constraint "$before" ".${1:+[$1]}"
 python3 -m pip list --format=freeze --disable-pip-version-check --exclude nemo_flashrl | sort >"$after"
 changed=$(comm -23 "$before" "$after")
 if [ -n "$changed" ]; then

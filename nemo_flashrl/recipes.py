@@ -33,7 +33,7 @@ def rehearse(overrides: Optional[list[str]] = None) -> None:  # noqa: UP045
     _command("rehearse", *(overrides or []))
 
 
-@run.cli.entrypoint(namespace="flashrl", enable_executor=False)
+@run.cli.entrypoint(namespace="flashrl")
 def submit(
     config: str,
     account: str,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,19 +73,34 @@ def test_metadata(wheel: Path) -> None:
     assert "flashrl = nemo_flashrl.recipes" in read["entry_points.txt"]
 
 
-@pytest.mark.parametrize("command", [["plan", "llama3_70b"], ["serve-rollout", "--help"]], ids=" ".join)
-def test_it_runs_from_an_empty_folder(wheel: Path, tmp_path: Path, command: list[str]) -> None:
-    installed, empty = tmp_path / "installed", tmp_path / "empty"
-    empty.mkdir()
+@pytest.fixture
+def run_installed(wheel: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`flashrl ARGUMENTS` of the wheel, in an empty folder of this name; its processes find the wheel too."""
+    installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
     code = f"import nemo_flashrl.cli as c; assert c.__file__.startswith({str(installed)!r}); raise SystemExit(c.main())"
-    run = subprocess.run(
-        [sys.executable, "-c", code, *command],
-        cwd=empty,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "empty").mkdir()
+        environment = {**os.environ, "PYTHONPATH": str(installed)}
+        command = [sys.executable, "-c", code, *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, timeout=500
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("command", [["plan", "llama3_70b"], ["serve-rollout", "--help"]], ids=" ".join)
+def test_it_runs_from_an_empty_folder(run_installed: Callable, tmp_path: Path, command: list[str]) -> None:
+    run = run_installed(*command)
     assert run.returncode == 0, run.stderr
-    assert list(empty.iterdir()) == []
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_it_rehearses_in_an_empty_folder(run_installed: Callable, tmp_path: Path) -> None:
+    run = run_installed("rehearse", "--experiment", "math_qwen2_5_1_5b", "--output", "out", "cluster.gpus_per_node=1")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "NOT" not in run.stdout
+    assert [file.name for file in (tmp_path / "empty").iterdir()] == ["out"]
+    assert (tmp_path / "empty" / "out" / "run" / "checkpoint" / "model.safetensors").is_file()

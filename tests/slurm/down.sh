@@ -11,4 +11,5 @@ for i in 1 2 3; do
     ip netns del "flashrl-n$i" 2>/dev/null
 done
 ip link del flashrlbr 2>/dev/null
+rmdir /nemo_run 2>/dev/null
 exit 0

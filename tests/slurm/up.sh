@@ -2,7 +2,8 @@
 # Slurm's own daemons as a cluster of three nodes on this machine: up.sh FOLDER, undone by down.sh.
 #
 # A node is a slurmd in namespaces of its own: network, host name and mounts. Nothing outside FOLDER is changed but a
-# bridge, network namespaces and, where none runs, munged; GPUs are counted, not there. Needs root.
+# bridge, network namespaces, the empty folder /nemo_run and, where none runs, munged; GPUs are counted, not there.
+# Needs root.
 set -euo pipefail
 "$(dirname "$0")/down.sh" # of a session that was killed
 folder=$1
@@ -37,9 +38,17 @@ SchedulerParameters=bf_interval=1,sched_interval=2
 ReturnToService=2
 KillWait=5
 GresTypes=gpu
+PlugStackConfig=$folder/plugstack.conf
 NodeName=n[1-3] NodeAddr=10.79.0.[1-3] NodeHostname=n[1-3] CPUs=8 RealMemory=8000 Gres=gpu:8 State=UNKNOWN
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 CONF
+# pyxis' options, with the mount point that NeMo-Run asks for.
+: >"$folder/plugstack.conf"
+if command -v gcc >/dev/null && [ -e /usr/include/slurm/spank.h ]; then
+    gcc -shared -fPIC -o "$folder/containers.so" "$(dirname "$0")/containers.c"
+    echo "required $folder/containers.so" >"$folder/plugstack.conf"
+    mkdir -p /nemo_run
+fi
 echo "CgroupPlugin=cgroup/v1" >"$folder/cgroup.conf"
 echo "NodeName=n[1-3] Name=gpu File=$folder/gpu[0-7]" >"$folder/gres.conf"
 {
