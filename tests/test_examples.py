@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,3 +39,25 @@ def test_my_environment_is_loaded_by_its_dotted_path(monkeypatch) -> None:
 
 def test_my_environment_stays_short() -> None:
     assert len((EXAMPLES / "my_environment.py").read_text().splitlines()) < 60
+
+
+def test_the_ablation_runs_each_technique_alone(tmp_path: Path) -> None:
+    """Eight variants of two seeds; the warm starts are there already."""
+    for seed in (0, 1):
+        (tmp_path / "warm_start" / str(seed)).mkdir(parents=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [EXAMPLES / "ablation.sh", tmp_path, "2", "--plan"]
+    done = subprocess.run(command, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True)
+    first, *runs = done.stdout.splitlines()
+    assert first == "16 runs of 60 steps"
+    assert [line.split()[0] for line in runs[:8]] == [
+        "baseline",
+        "advantage.clip=3",
+        "advantage.clip=1",
+        "algorithm.settings.normalisation=quantile",
+        "algorithm.settings.normalisation=none",
+        "rollout.temperature=0.85",
+        "rollout.temperature_schedule=[[0,1.0],[0.25,0.85]]",
+        "kl.schedule=annealed",
+    ]
+    assert [line.split()[2] for line in runs] == ["0"] * 8 + ["1"] * 8
