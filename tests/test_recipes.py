@@ -32,6 +32,7 @@ def test_a_misspelt_key_is_refused_before_anything_is_submitted() -> None:
     [
         (["parallel.tensor=3"], r"parallel\.tensor=3 x .* does not divide the 8 processes"),
         (["parallel.tensor=8", "model.hf_config.num_key_value_heads=4"], r"tensor=8: .* the model's 4 key/value heads"),
+        (["rollout.batch_size=1", "rollout.max_in_flight=1"], r"batch_size=1: leaves some of the 2 data-parallel"),
         ([*LONG, "model.recompute=none"], r"model\.context_length=131072: does not fit a H800 .*; \d+ tokens do"),
         ([*LONG, "model.context_length=32768", "model.recompute=none"], r"max_tokens_per_microbatch=131072: .*"),
     ],

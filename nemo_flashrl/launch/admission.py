@@ -21,7 +21,12 @@ def admit(config: RunConfig) -> None:
     gpus = config.cluster.nodes * config.cluster.gpus_per_node
     if not gpus:
         return
-    check_parallel(config, gpus)
+    replicas = check_parallel(config, gpus)
+    if config.rollout.batch_size < replicas:
+        raise ValueError(
+            f"rollout.batch_size={config.rollout.batch_size}: leaves some of the {replicas} data-parallel replicas of "
+            f"{gpus} GPUs without a trajectory; set {replicas} at least, or fewer GPUs"
+        )
     if not (config.model.hf_config and config.cluster.device):
         return
     shape, device = model_shape(config.model.hf_config), find_device(config.cluster.device)
