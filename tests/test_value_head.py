@@ -23,12 +23,14 @@ from nemo_flashrl.records import Batch
 def test_a_step_by_hand() -> None:
     """States (3, 0) and (0, 4) normalise to unit vectors, centred +-(1/2, -1/2). At V = 0 and returns 1 and 0 the loss
     is 1/2, its gradient by w +-(1/2) each and by b -1: Adam's first step is the learning rate against each sign."""
-    head, states = ValueHead(learning_rate=0.1, updates=1), torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    head = ValueHead(learning_rate=0.1, updates=1)
+    states = torch.tensor([[3.0, 0.0], [0.0, 4.0]], requires_grad=True)
     assert head.predict(states).tolist() == [0, 0]
     assert head.update(states, torch.tensor([1.0, 0.0])) == pytest.approx(0.5)
     # w = (0.1, -0.1), b = 0.1: V = 0.1 + 0.1 and 0.1 - 0.1.
     assert head.predict(states).tolist() == pytest.approx([0.2, 0.0], abs=1e-6)
     assert head.predict(7 * states).tolist() == head.predict(states).tolist()  # a state's length says nothing
+    assert states.grad is None and not head.predict(states).requires_grad  # nothing reaches the policy
 
 
 def test_learns_what_a_state_tells() -> None:

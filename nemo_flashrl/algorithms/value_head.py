@@ -39,6 +39,7 @@ class ValueHead:
     def update(self, states: Tensor, returns: Tensor) -> float:
         """Learn from states [B, H] and what came of them, [B]; returns the loss before it."""
         self._make(states.shape[1])
+        states = states.detach()
         self._sum += _normalised(states).sum(0)
         self._count += len(states)
         inputs, first = self._inputs(states), None
