@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from nemo_flashrl.launch.plan_devices import USABLE, Device
 from nemo_flashrl.launch.plan_memory import Layout, StageMemory, stage_memory
@@ -15,14 +16,26 @@ CONTEXT_STEP = 1024
 
 def check_layout(shape: ModelShape, layout: Layout) -> None:
     """Refuse sizes that Megatron cannot run: one line, what and why."""
-    for name, value in (("tensor", layout.tensor), ("pipeline", layout.pipeline), ("context", layout.context)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: must be at least 1")
+    for name in ("tensor", "pipeline", "context", "expert"):
+        if getattr(layout, name) < 1:
+            raise ValueError(f"{name}={getattr(layout, name)}: must be at least 1")
     for name, value in (("attention heads", shape.heads), ("key/value heads", shape.groups)):
         if value % layout.tensor:
             raise ValueError(f"tensor={layout.tensor}: does not divide the model's {value} {name}")
     if shape.layers % layout.pipeline:
         raise ValueError(f"pipeline={layout.pipeline}: does not divide the model's {shape.layers} layers")
+    if layout.expert > 1 and not _holds_experts(shape, layout):
+        raise ValueError(
+            f"expert={layout.expert}: must divide the model's experts ({shape.experts} a layer) and the "
+            f"{layout.ranks // layout.pipeline} ranks of a pipeline stage"
+        )
+    if shape.experts and layout.lora_rank and {"linear_fc1", "linear_fc2"} & set(layout.lora_targets):
+        raise ValueError("lora.targets: experts take no adapters, so linear_fc1 and linear_fc2 cannot be targets")
+
+
+def _holds_experts(shape: ModelShape, layout: Layout) -> bool:
+    ranks = layout.ranks // layout.pipeline
+    return shape.experts > 0 and shape.experts % layout.expert == 0 == ranks % layout.expert
 
 
 def stages(shape: ModelShape, layout: Layout, tokens: int) -> list[StageMemory]:
@@ -50,8 +63,9 @@ def largest_context(shape: ModelShape, layout: Layout, device: Device, limit: in
 def smallest_allocation(shape: ModelShape, wish: Layout, device: Device, tokens: int) -> Layout | None:
     """The fewest GPUs on which microbatches of `tokens` fit, `wish` giving all that is not searched; None: none does.
 
-    Searched: tensor up to 8 (a node), context up to 8, pipeline, recomputation none or full. Of equal GPUs the
-    one without recomputation, then with the shorter pipeline, then with less tensor parallelism.
+    Searched: tensor up to 8 (a node), context up to 8, pipeline, recomputation none or full; for a model with experts
+    also data up to 8, and experts spread over none or all ranks of a stage. Of equal GPUs the one without
+    recomputation, then with the shorter pipeline, then with less tensor parallelism.
     """
     found = [layout for layout in _candidates(shape, wish) if fits(shape, layout, device, tokens)]
     return min(
@@ -63,12 +77,13 @@ def smallest_allocation(shape: ModelShape, wish: Layout, device: Device, tokens:
 
 def _candidates(shape: ModelShape, wish: Layout) -> Iterator[Layout]:
     powers = (1, 2, 4, 8)
-    for tensor in powers:
-        if shape.heads % tensor or shape.groups % tensor:
-            continue
-        for pipeline in (1, 2, 4, 8, 16):
-            if shape.layers % pipeline:
-                continue
-            for context in powers:
-                for recompute in ("none", "full"):
-                    yield replace(wish, tensor=tensor, pipeline=pipeline, context=context, data=1, recompute=recompute)
+    tensors = [tensor for tensor in powers if not (shape.heads % tensor or shape.groups % tensor)]
+    pipelines = [pipeline for pipeline in (1, 2, 4, 8, 16) if not shape.layers % pipeline]
+    copies = powers if shape.experts else (1,)
+    for sizes in product(tensors, pipelines, powers, copies, ("none", "full")):
+        names = ("tensor", "pipeline", "context", "data", "recompute")
+        layout = replace(wish, **dict(zip(names, sizes, strict=True)), expert=1)
+        spread = replace(layout, expert=layout.ranks // layout.pipeline)
+        yield layout
+        if spread.expert > 1 and _holds_experts(shape, spread):
+            yield spread

@@ -20,8 +20,9 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace a configuration's")
     plan.add_argument("--device", default=None, metavar="NAME", help=f"{' | '.join(DEVICES)} (default H800)")
     plan.add_argument("--gpus", type=int, default=None, metavar="N", help="of the trainer; default: TP x PP x CP")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context")):
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
         plan.add_argument(f"--{name}", type=int, default=None, metavar="N", help=f"{what}-parallel size (default 1)")
+    plan.add_argument("--lora-rank", type=int, default=None, metavar="N", help="0: all weights are trained (default)")
     plan.add_argument("--context", type=int, default=None, metavar="N", help="tokens of a trajectory (default 32768)")
     plan.add_argument("--microbatch", type=int, default=None, metavar="N", help="tokens (default: the context)")
     plan.add_argument("--batch", type=int, default=None, metavar="N", help="trajectories of a step (default 64)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +39,15 @@ class ModelShape:
         return -(-self.vocab // multiple) * multiple
 
     def layer_parameters(self, tensor: int = 1) -> int:
-        """Of one layer on one tensor rank; norms and a router are on every rank whole."""
+        """Of one layer on one tensor rank, its experts apart; norms and a router are on every rank whole."""
         qkv = (self.query + 2 * self.key) // tensor
         attention = qkv * self.hidden + self.query // tensor * self.hidden
         attention += (qkv if self.qkv_bias else 0) + (2 * self.head_size if self.qk_norm else 0)
-        mlp = 3 * self.ffn // tensor * self.hidden
-        router = self.experts * self.hidden
-        return attention + max(self.experts, 1) * mlp + router + 2 * self.hidden
+        mlp = self.experts * self.hidden if self.experts else 3 * self.ffn // tensor * self.hidden  # a router, or dense
+        return attention + mlp + 2 * self.hidden
 
     def stage_parameters(self, stage: int, stages: int, tensor: int, divisible_by: int = 128) -> int:
-        """Of one tensor rank of a pipeline stage; the last stage of a tied model holds a copy of the embedding."""
+        """Of one tensor rank of a pipeline stage, experts apart; a tied model's last stage copies the embedding."""
         matrix = self.padded_vocab(divisible_by, tensor) // tensor * self.hidden
         first, last = stage == 0, stage == stages - 1
         count = self.layers // stages * self.layer_parameters(tensor)
@@ -56,11 +55,26 @@ class ModelShape:
         count += (0 if self.tied and first else matrix) * last + self.hidden * last
         return count
 
+    def expert_parameters(self, stages: int = 1, tensor: int = 1, expert: int = 1) -> int:
+        """Of the experts of a stage on one rank: cut over tensor ranks, or some of them, each whole."""
+        cut = tensor if expert == 1 else expert
+        return self.layers // stages * self.experts * 3 * self.ffn * self.hidden // cut
+
+    def adapter_parameters(self, targets: Sequence[str], rank: int, stages: int = 1, tensor: int = 1) -> int:
+        """Of the two factors that LoRA puts beside each target of a stage, on one tensor rank."""
+        widths = {  # of input and output together
+            "linear_qkv": self.hidden + self.query + 2 * self.key,
+            "linear_proj": self.query + self.hidden,
+            "linear_fc1": self.hidden + 2 * self.ffn,
+            "linear_fc2": self.ffn + self.hidden,
+        }
+        return self.layers // stages * sum(widths[target] for target in targets) * rank // tensor
+
     @property
     def parameters(self) -> int:
         """Of the whole model as published: no padding, nothing twice."""
         matrices = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters() + matrices + self.hidden
+        return self.layers * self.layer_parameters() + self.expert_parameters() + matrices + self.hidden
 
     @property
     def active_matrix_parameters(self) -> int:

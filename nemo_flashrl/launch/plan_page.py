@@ -11,7 +11,7 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.launch.plan import GPUS_OF_A_NODE, check_layout, largest_context, smallest_allocation, stages
 from nemo_flashrl.launch.plan_devices import USABLE, Device, find_device
-from nemo_flashrl.launch.plan_memory import Layout, StageMemory
+from nemo_flashrl.launch.plan_memory import LAYERS, Layout, StageMemory
 from nemo_flashrl.launch.plan_model import ModelShape, model_shape
 from nemo_flashrl.launch.plan_time import decode_tokens_per_second, step_time
 
@@ -19,6 +19,7 @@ GIB = 2**30
 DEFAULTS = {
     **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
     **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
+    **{"ep": 1, "lora_rank": 0},
 }
 
 
@@ -27,7 +28,7 @@ def plan(options: argparse.Namespace) -> int:
     hf_config, given = _read(options.model, options.overrides)
     shape = model_shape(hf_config)
     asked = {key: value for key, value in vars(options).items() if value is not None}
-    sizes = DEFAULTS | given | asked
+    sizes = DEFAULTS | {"lora_targets": LAYERS[:2] if shape.experts else LAYERS} | given | asked
     if not options.action_share > 0 or min(sizes["context"], sizes["batch"], sizes["head_chunk"]) < 1:
         raise ValueError("--context, --batch, --head-chunk and --action-share must be above 0")
     device = find_device(sizes["device"])
@@ -51,6 +52,9 @@ def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> t
         context=sizes["cp"],
         sequence=sizes["sequence"],
         data=data,
+        expert=sizes["ep"],
+        lora_rank=sizes["lora_rank"],
+        lora_targets=tuple(sizes["lora_targets"]),
         precision=sizes["precision"],
         recompute=sizes["recompute"],
         reference=sizes["reference"],
@@ -87,7 +91,8 @@ def sizes_of(run: RunConfig) -> dict[str, Any]:
         **{"context": run.model.context_length, "microbatch": run.batching.max_tokens_per_microbatch},
         **{"batch": run.rollout.batch_size, "recompute": run.model.recompute, "precision": run.model.precision},
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
-        **{"reference": run.reference.mode, "sequence": run.parallel.sequence},
+        **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
+        **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets},
     }
     return sizes | ({"device": run.cluster.device} if run.cluster.device else {})
 
@@ -106,8 +111,8 @@ def _page(
     smallest = smallest_allocation(shape, replace(layout, data=1), device, sizes["context"])
     lines = [
         f"{_count(shape.parameters)} parameters on {layout.ranks} x {sizes['device']}: TP {layout.tensor}, PP "
-        f"{layout.pipeline}, CP {layout.context}, DP {layout.data}; microbatches of {tokens} tokens, recompute "
-        f"{layout.recompute}",
+        f"{layout.pipeline}, CP {layout.context}, DP {layout.data}{_experts(layout)}; microbatches of {tokens} tokens, "
+        f"recompute {layout.recompute}" + (f"; LoRA of rank {layout.lora_rank}" if layout.lora_rank else ""),
         "",
         *_memory_table(memory),
         "",
@@ -121,6 +126,10 @@ def _page(
         "  formulas: nemo_flashrl/launch/plan_memory.py and plan_time.py, each with its source",
     ]
     return lines
+
+
+def _experts(layout: Layout) -> str:
+    return f", EP {layout.expert}" if layout.expert > 1 else ""
 
 
 def _count(number: int) -> str:
@@ -142,7 +151,7 @@ def _named(layout: Layout | None) -> str:
     nodes = -(-layout.ranks // GPUS_OF_A_NODE)
     return (
         f"{layout.ranks} ({nodes} node{'s' * (nodes > 1)}): TP {layout.tensor}, PP {layout.pipeline}, CP "
-        f"{layout.context}, recompute {layout.recompute}"
+        f"{layout.context}{_experts(layout)}, recompute {layout.recompute}"
     )
 
 

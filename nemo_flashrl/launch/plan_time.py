@@ -34,17 +34,24 @@ def step_time(
 
     A matrix of n weights costs 2 n a token forward and 4 n backward (Kaplan et al. 2020); causal attention costs
     2 x 2 x S Q / 2 a token and layer forward, S the trajectory's length, and twice that backward. The gated head has
-    4 products of 2 H V: logits, logits again, gradient of hidden and of weight. A pipeline of P stages and M
-    microbatches idles for (P - 1) / M of the time that it works (Narayanan et al. 2021).
+    4 products of 2 H V: logits, logits again, gradient of hidden and of weight. LoRA needs no gradient of these
+    weights, and its factors are left out. A pipeline of P stages and M microbatches idles for (P - 1) / M of the time
+    that it works (Narayanan et al. 2021).
     """
     matrices = 2 * shape.active_matrix_parameters * tokens
     attention = 2 * trajectory_tokens * shape.query * shape.layers * tokens
-    head = 4 * 2 * shape.hidden * shape.vocab * tokens
+    products = 2 if layout.lora_rank else 3
+    head = (products + 1) * 2 * shape.hidden * shape.vocab * tokens
     again = {"none": 0.0, "selective": attention, "full": matrices + attention}[layout.recompute]
-    total = 3 * matrices + 3 * attention + again + head
+    total = products * matrices + 3 * attention + again + head
     bubble = 1 + (layout.pipeline - 1) / layout.microbatches
     seconds = total * bubble / (layout.ranks * device.bf16_tflops * 1e12 * UTILISATION)
-    return StepTime(3 * matrices, 3 * attention, again, head, seconds)
+    return StepTime(products * matrices, 3 * attention, again, head, seconds)
+
+
+def key_value_cache(shape: ModelShape, tokens: float) -> float:
+    """Bytes of the keys and values of `tokens` tokens in bf16."""
+    return 2 * 2 * shape.layers * shape.key * tokens
 
 
 def decode_tokens_per_second(
@@ -57,7 +64,7 @@ def decode_tokens_per_second(
     """
     weights = 2 * shape.parameters
     memory = 0.9 * device.memory_gib * 2**30 * tensor
-    cache = 2 * 2 * shape.layers * shape.key * context_tokens / 2
+    cache = key_value_cache(shape, context_tokens / 2)
     episodes = min(int((memory - weights) / cache), 512)
     if episodes < 1:
         raise ValueError(f"the weights ({weights / 2**30:.0f} GiB) do not fit {tensor} rollout GPU(s): take more")

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_flashrl import platform
+from nemo_flashrl.callbacks import EMAReferenceCallback
 from nemo_flashrl.models import PolicyModel
 from workers.parity import Driver, make_run
 
@@ -22,12 +23,12 @@ class Counter(pl.Callback):
         self.bytes: dict[str, int] = {}
 
     def on_train_batch_end(self, trainer, model, *_) -> None:
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        self.bytes["weights"] = sum(p.numel() * p.element_size() for p in parameters)
-        self.bytes["gradients"] = sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters)
-        states = [s for optimizer in trainer.optimizers for s in optimizer.mcore_optimizer.optimizer.state.values()]
+        self.bytes["weights"] = sum(p.nbytes for p in model.parameters())
+        self.bytes["gradients"] = sum(p.main_grad.nbytes for p in model.parameters() if p.requires_grad)
+        chained = [o for optimizer in trainer.optimizers for o in optimizer.mcore_optimizer.chained_optimizers]
+        states = [s for o in chained for s in o.optimizer.state.values()]
         self.bytes["optimizer"] = sum(
-            v.numel() * v.element_size() for s in states for k, v in s.items() if torch.is_tensor(v) and k != "step"
+            value.nbytes for s in states for name, value in s.items() if torch.is_tensor(value) and name != "step"
         )
 
 
@@ -35,7 +36,8 @@ def main(model_folder: Path, trajectories: Path, out: Path, vocab_size: int, *ov
     platform.install()
     counter = Counter()
     driver = Driver(trajectories) if os.environ["RANK"] == "0" else None
-    trainer, model, data = make_run(model_folder, out, vocab_size, driver, [counter], overrides, gate=False)
+    reference = EMAReferenceCallback()
+    trainer, model, data = make_run(model_folder, out, vocab_size, driver, [reference, counter], overrides, gate=False)
     forward = PolicyModel.forward_step
 
     def measured(self, batch):
@@ -56,5 +58,6 @@ def main(model_folder: Path, trajectories: Path, out: Path, vocab_size: int, *ov
 
     PolicyModel.forward_step = measured
     trainer.fit(model, datamodule=data)
+    counter.bytes["host_reference"] = sum(value.nbytes for value in reference.shadow.values.values())
     counter.bytes["activations"] = sum(counter.saved.values())
     out.with_suffix(f".{torch.distributed.get_rank()}").write_text(json.dumps(counter.bytes))
