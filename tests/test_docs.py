@@ -1,15 +1,13 @@
-"""Pages that come from the code are up to date; commands and links in the others hold."""
+"""Pages that come from the code are up to date; links and settings in the others hold."""
 
 from __future__ import annotations
 
 import re
 import runpy
-import shlex
 from pathlib import Path
 
 import pytest
 
-from nemo_flashrl.cli import _parser
 from nemo_flashrl.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -27,14 +25,6 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_commands_are_ones(page: Path) -> None:
-    """What stands on a line of its own is parsed as the command line parses it; other tests run each command."""
-    for line in re.findall(r"^    (flashrl .*)$", page.read_text(), re.M):
-        if "[" not in line:  # a synopsis
-            _parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
 @pytest.mark.parametrize("name", ["tuning.md", "moving.md", "concepts.md"])
