@@ -98,12 +98,13 @@ def picture(sides: list[dict[str, Path]], names: list[str]) -> str:
         x, y = LEFT + numbers / last * WIDTH, TOP + (1 - values) * HEIGHT
         return " ".join(f"{a:.0f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
-    title = f"Success over updates: mean, lowest and highest of {len(sides[0])} seeds"
+    title = f"Success, mean of {SMOOTHED} updates: over {len(sides[0])} seeds the mean, the lowest, the highest"
     parts = [text(LEFT, 20, title, size=15, weight="bold")]
     for share in (0, 0.25, 0.5, 0.75, 1):
         y, x = TOP + (1 - share) * HEIGHT, LEFT + share * WIDTH
         parts += [line(LEFT, y, LEFT + WIDTH, y, "#e0e0e0"), text(LEFT - 6, y + 4, f"{share:g}", anchor="end")]
         parts.append(text(x, TOP + HEIGHT + 18, f"{share * last:.0f}", anchor="middle"))
+    parts.append(text(LEFT + WIDTH / 2 + 40, TOP + HEIGHT + 18, "update"))
     for number, (curve, name, colour) in enumerate(zip(curves, names, COLOURS, strict=True)):
         around = points(np.concatenate([curve.max(0), curve.min(0)[::-1]]), np.concatenate([updates, updates[::-1]]))
         parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.15"/>')
