@@ -6,6 +6,7 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,18 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
 
 def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
     """The Hugging Face config of `model.path`, whose files are whole and which the layout can hold."""
-    path = Path(config.model.path) / "config.json"
+    folder = Path(config.model.path)
+    if (folder / "context").is_dir() and (folder / "weights").is_dir():
+        command = shlex.join(["flashrl", "convert", "nemo-to-hf", str(folder), f"{folder}-hf"])
+        raise ValueError(
+            f"model.path={config.model.path!r} is a NeMo checkpoint, and the sampler reads Hugging Face folders alone: "
+            f"run `{command}` once, then model.path={folder}-hf"
+        )
+    path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder (a NeMo "
-            "checkpoint becomes one by `flashrl convert nemo-to-hf`)"
+            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder, or a NeMo "
+            "checkpoint for the command that makes one of it"
         )
     try:
         hf_config = json.loads(path.read_text())

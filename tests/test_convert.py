@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import write_model
+from transformers import AutoTokenizer
 
 from nemo_flashrl.cli import main as flashrl
 from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
@@ -25,6 +28,7 @@ LLAMA3 = {
     "high_freq_factor": 3.0,
     "original_max_position_embeddings": 24,
 }
+NEMOS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MODELS = {  # folder: family, fields of config.json
     "qwen3": ("qwen3", {"tied": True, "bos_token_id": 3, "eos_token_id": 5}),
     "qwen3_moe": ("qwen3_moe", {}),
@@ -125,6 +129,36 @@ def test_one_element_is_found(root: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "other" / "model.safetensors")
     (line,) = call(tmp_path / "answers.json", ("differences", root / "qwen2", tmp_path / "other"))[0]
     assert line.startswith("model.norm.weight: 1 of 64 elements differ, by at most 0.5; the first, [7], is ")
+
+
+def test_a_checkpoint_of_nemos_own_import(root: Path, tmp_path: Path) -> None:
+    """`llm.import_ckpt` of NeMo, then the command with which training refuses its folder, as a user pastes it.
+
+    NeMo keeps no config.json. What it does not know either (Qwen 3's positions, bos and eos of a checkpoint) is written
+    from its own configuration and the tokenizer; with `--reference` nothing differs.
+    """
+    sources = {
+        "llama": {"rope_scaling": {**LLAMA3, **NEMOS_LLAMA3}},
+        "qwen2": {},
+        "qwen3": {"head_dim": 128, "tied": True},
+    }
+    for family, fields in sources.items():
+        make_tokenizer().save_pretrained(write_model(tmp_path / family, family, **fields))
+    imports = [(tmp_path / family, tmp_path / f"{family} nemo") for family in sources]
+    refusal = [("refuse_training", nemo) for _, nemo in imports]
+    run_ranks(1, "nemo_import", tmp_path / "answers.json", imports, *refusal)
+    commands = [re.search("`flashrl (.+?)`", text)[1] for text in json.loads((tmp_path / "answers.json").read_text())]
+    calls = [("flashrl", *shlex.split(command)) for command in commands]
+    calls += [("nemo_to_hf", nemo, f"{source}-reference", source) for source, nemo in imports]
+    calls += [("differences", source, f"{source}-reference") for source, _ in imports]
+    calls += [("differences", source, f"{nemo}-hf") for source, nemo in imports]
+    found = call(tmp_path / "answers.json", *calls)
+    assert found[:3] == [0, 0, 0] and found[6:9] == [[], [], []]
+    assert all(line.startswith("config.json: ") for lines in found[9:] for line in lines)
+    unknown = {line.split()[1] for lines in found[9:] for line in lines}
+    assert unknown <= {"bos_token_id", "eos_token_id", "pad_token_id", "head_dim", "max_position_embeddings"}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "qwen3 nemo-hf")
+    assert tokenizer.get_vocab() == make_tokenizer().get_vocab()
 
 
 def _broken(root: Path, kind: str, source: Path) -> Path:

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from nemo_flashrl import platform
+from nemo_flashrl.cli import main as flashrl
+from nemo_flashrl.config import load
+from nemo_flashrl.preflight_model import read_model
 from nemo_flashrl.weights import compare, convert
 
 
@@ -25,13 +28,23 @@ def main(out: Path, *calls: tuple, file_bytes: int | None = None) -> None:
 
 
 def answer(name: str, *arguments: Any) -> Any:
-    functions = {"differences": compare.differences, "load_with_nemo": load_with_nemo}
+    functions = {
+        "differences": compare.differences,
+        "load_with_nemo": load_with_nemo,
+        "refuse_training": refuse_training,
+        "flashrl": lambda *command: flashrl(list(command)),
+    }
     function = functions.get(name) or getattr(convert, name)
     try:
         result = function(*arguments)
     except ValueError as error:
         return f"refused: {error}"
     return str(result) if isinstance(result, Path) else result
+
+
+def refuse_training(folder: Path) -> None:
+    """From a folder that is no Hugging Face checkpoint: ValueError."""
+    read_model(load("rehearsal", [f"output={folder}-run", f"model.path='{folder}'"]), 1)
 
 
 def load_with_nemo(folder: Path) -> dict[str, Any]:
