@@ -83,6 +83,8 @@ class Server:
                 row["token_id"], row["logprob"] = best[0] if best else V - 1, -0.1
         if self.act.get("token"):
             tokens[0] = rows[0]["token_id"] = rows[0]["top_logprobs"][0]["token_id"] = V
+        if self.act.get("other_token"):  # one that no row is about
+            tokens[0] = (tokens[0] + 1) % V
         if self.act.get("drop_row"):
             rows = rows[:-1]
         choice = {"token_ids": tokens, "logprobs": {"content": rows}, "finish_reason": "length"}

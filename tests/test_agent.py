@@ -242,10 +242,10 @@ def test_a_policys_own_special_token_is_no_silent_blank() -> None:
 
 def test_long_observations_are_cut_counted_and_marked() -> None:
     started = time.perf_counter()
-    results = [StepResult("> k 4 0 " * 10_000_000), StepResult("> v 1 7 5"), StepResult("> v 1"), DONE]
+    results = [StepResult("> k 4 0 " * 12_500_000), StepResult("> v 1 7 5"), StepResult("> v 1"), DONE]
     t = play(ScriptedEngine(GET), ScriptedEnvironment(results), max_observation_tokens=4)
-    # 80,000,000 characters less the 7 of "> k 4 0"; 9 less 7. The mark is three words that this tokenizer lacks.
-    assert t.info == {"observations_truncated": 2, "observation_characters_cut": 79_999_993 + 2}
+    # 100,000,000 characters less the 7 of "> k 4 0"; 9 less 7. The mark is three words that this tokenizer lacks.
+    assert t.info == {"observations_truncated": 2, "observation_characters_cut": 99_999_993 + 2}
     observed = TOKENIZER.decode(t.token_ids).split(" get ( k 2 9 ) ")[1:]
     assert observed == ["> k 4 0 <unk> <unk> <unk>", "> v 1 7 <unk> <unk> <unk>", "> v 1 get ( k 2 9 )"]
     assert time.perf_counter() - started < 5

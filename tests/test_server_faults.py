@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doubles import ScriptedEnvironment
 from server_processes import StandIn, anew, ended_after, free_port
 from stand_in_server import START, V
+from test_rollout import DONE, collector, numbers
 
+from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rollout import Engine, SGLangEngine, VLLMEngine
 from nemo_flashrl.rollout.probe import Probe, ProbedWeights
@@ -108,6 +111,7 @@ def test_the_logprob_is_the_sampled_tokens(pair: list[StandIn]) -> None:
         ({"nonsense": "malformed"}, "malformed"),
         ({"nonsense": "shape"}, "malformed"),
         ({"token": True}, "token_id"),
+        ({"other_token": True}, "malformed"),
         ({"drop_row": True}, "token_count"),
         ({"nan": True}, "logprob"),
     ],
@@ -158,6 +162,33 @@ def test_killed_server_costs_nothing_but_its_requests(pair: list[StandIn]) -> No
             check(generation, sampling)
         assert pair[1].counts()["/inference/v1/generate"] - before == 16
         assert over.faults["servers_fallen"] == 1
+
+    run(over, story())
+
+
+def test_killed_server_costs_no_episode(pair: list[StandIn]) -> None:
+    """kill -9 in the middle of 12 episodes of three turns: each ends once, with all its turns, on the other server."""
+    over = engine(pair)
+
+    async def story() -> None:
+        going_on = StepResult("> k 4 0")
+        plays = collector(
+            over, lambda: ScriptedEnvironment([going_on, going_on, DONE]), batch_size=12, max_in_flight=12
+        )
+        await over.generate([1], Sampling(max_tokens=1))
+        for server in pair:
+            server.behave(seconds=0.5)
+        before = pair[0].counts()["/inference/v1/generate"]
+        batches = asyncio.create_task(plays.collect(0))
+        while pair[0].counts()["/inference/v1/generate"] < before + 9:  # half of the 12 have begun their second turn
+            await asyncio.sleep(0.01)
+        pair[0].signal(signal.SIGKILL)
+        for first in (0, 12):
+            batch = await batches if first == 0 else await plays.collect(0)
+            assert numbers(batch) == list(range(first, first + 12))
+            assert {(t.turns, t.end_reason) for t in batch.trajectories} == {(3, "done")}
+        assert over.faults["servers_fallen"] == 1 and over.faults.total() > 3
+        await plays.close()
 
     run(over, story())
 

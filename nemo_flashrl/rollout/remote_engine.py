@@ -241,7 +241,7 @@ class RemoteEngine:
             )
         if min(generation.token_ids) < 0 or max(generation.token_ids) >= self._vocab_size:
             raise Fault("token_id", f"{server.url} sampled a token outside the vocabulary of {self._vocab_size}")
-        if not all(math.isfinite(value) and value <= 1e-5 for value in generation.logprobs):
+        if not math.isfinite(sum(generation.logprobs)) or max(generation.logprobs) > 1e-5:
             raise Fault("logprob", f"{server.url} answered with a log-prob that is none: {min(generation.logprobs)}")
         return generation
 

@@ -5,6 +5,7 @@ Written for and tested with vLLM 0.32, the first with these routes; `flashrl ser
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class VLLMDialect:
     def read(self, answer: Any, initial_version: int | None) -> Generation:
         """See `Dialect.read`."""
         choice = answer["choices"][0]
-        token_ids = tuple(int(token) for token in choice["token_ids"])
+        token_ids = tuple(map(int, choice["token_ids"]))
         rows = choice["logprobs"]["content"]
         logprobs = tuple(_sampled(row, token) for row, token in zip(rows, token_ids, strict=False))
         if len(rows) != len(token_ids):
@@ -144,6 +145,6 @@ class VLLMDialect:
 
 def _sampled(row: dict[str, Any], token: int) -> float:
     """The log-prob of the token that was sampled, which need not be the first or the likeliest of the row."""
-    entries = [row, *row.get("top_logprobs", [])]
-    logprob = next(float(entry["logprob"]) for entry in entries if entry["token_id"] == token)
-    return logprob if logprob > NO_LOGPROB else float("-inf")
+    entries = (row,) if row["token_id"] == token else [e for e in row["top_logprobs"] if e["token_id"] == token]
+    logprob = float(entries[0]["logprob"])
+    return logprob if logprob > NO_LOGPROB else -math.inf
