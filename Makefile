@@ -21,14 +21,12 @@ test: setup rollout-venv lint
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: requirements-cpu.lock requirements-reasoning-gym.lock requirements-openenv.lock setup.cfg pyproject.toml
+$(VENV)/.ready: requirements-cpu.lock requirements-openenv.lock setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "the lock is for Python 3.11; set PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-cpu.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/megatron-0.16 megatron-core==0.16.1
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/reasoning-gym \
-	    -r requirements-reasoning-gym.lock
 	$(PYTHON) -m venv $(VENV)/openenv
 	$(VENV)/openenv/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-openenv.lock
 	$(BIN)/pip check --disable-pip-version-check

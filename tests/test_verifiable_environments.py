@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from nemo_flashrl.environments.verifiable_math import Settings, VerifiableMath
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
 from nemo_flashrl.rollout.codec import Codec
-
-REASONING_GYM = Path(sys.prefix) / "reasoning-gym"
 
 
 def play(environment: Any, task: Any, *actions: str) -> Trajectory:
@@ -130,17 +127,8 @@ def test_questions_from_a_file(tmp_path) -> None:
         VerifiableMath.tasks(Settings(path="nowhere.jsonl"))
 
 
-@pytest.fixture
-def reasoning_gym(monkeypatch) -> type:
-    if not REASONING_GYM.is_dir():
-        pytest.skip(f"reasoning-gym is not installed in {REASONING_GYM}: `make setup` does it")
-    monkeypatch.syspath_prepend(str(REASONING_GYM))
-    scoring._pool().stop()
-    scoring._pool.cache_clear()  # new workers have this path
-    return environments.load("reasoning_gym")
-
-
-def test_an_episode_of_reasoning_gym(reasoning_gym) -> None:
+def test_an_episode_of_reasoning_gym() -> None:
+    reasoning_gym = environments.load("reasoning_gym")
     given = {"options": {"min_terms": 3, "max_terms": 3}, "num_tasks": 4, "seed": 1}
     settings = settings_of(reasoning_gym, given, "environment")
     tasks = reasoning_gym.tasks(settings)
