@@ -1,6 +1,6 @@
 """A real vLLM server on this machine: what the engine costs beside a bare client, and what a refit costs.
 
-    python benchmarks/rollouts_server.py overhead    # tokens/s of a bare concurrent client and of VLLMEngine
+    python benchmarks/rollouts_server.py overhead    # tokens/s of a bare concurrent client, VLLMEngine, Collector
     python benchmarks/rollouts_server.py refit       # seconds and peak extra memory, a model of 52M parameters
 
 Needs `make rollout-venv`. The server runs on the same cores as its client.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -17,17 +18,24 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from nemo_flashrl.records import Sampling
-from nemo_flashrl.rollout import VLLMEngine
+from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+from nemo_flashrl.rollout import Engine, VLLMEngine
+from nemo_flashrl.rollout.agent import Limits
+from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.probe import Probe, ProbedWeights, probe_token_ids
+from nemo_flashrl.rollout.prompts import PromptStream
 from nemo_flashrl.rollout.vllm_engine import VLLMDialect
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +47,7 @@ model: {{path: {folder}/model, context_length: 1024, precision: fp32}}
 environment: {{name: key_value_store}}
 rollout: {{engine: vllm, batch_size: 64}}
 """
-REQUESTS, TOKENS, ROUNDS = 64, 64, 12
+REQUESTS, TOKENS, ROUNDS = 64, 32, 48
 REFITS = 7
 
 
@@ -75,45 +83,105 @@ async def serving(folder: Path) -> AsyncIterator[str]:
         server.wait()
 
 
+class Question:
+    """One turn; any answer ends it."""
+
+    async def reset(self, task: int) -> list[Message]:
+        return [{"role": "user", "content": f"Q {' '.join(str(1000 + task))} : " * 4}]
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult(reward=float("0" in action), done=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class Recorder:
+    """The engine, and what was asked of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.requests = engine, []
+        self.version, self.faults = engine.version, engine.faults
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.requests.append((list(token_ids), sampling))
+        return await self.engine.generate(token_ids, sampling)
+
+
 async def overhead(folder: Path) -> None:
-    """The same requests by a bare client and by the engine, in turns: the machine's moods fall on both."""
-    vocab_size = 4096
-    write_model(folder, vocab_size, SMALL)
-    prompts = [[n + 1, 2 * n + 1, *range(3, 35)] for n in range(REQUESTS)]
-    samplings = [Sampling(max_tokens=TOKENS, seed=n) for n in range(REQUESTS)]
-    dialect = VLLMDialect(vocab_size)
+    """The same requests in short blocks, again and again in another order: the machine's moods fall on all alike."""
+    tokenizer = make_tokenizer()
+    write_model(folder, len(tokenizer), SMALL)
+    dialect = VLLMDialect(len(tokenizer))
+
+    def collector(engine: Engine) -> Collector:
+        limits, sampling = Limits(max_context=512, step_timeout=60.0), Sampling(max_tokens=TOKENS)
+        sizes = {"batch_size": REQUESTS, "max_in_flight": REQUESTS}
+        prompts = PromptStream(REQUESTS)
+        return Collector(engine, Question, range(REQUESTS), tokenizer, prompts, limits, sampling, **sizes)
+
     async with (
         serving(folder) as url,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4)) as session,
     ):
-        engine = VLLMEngine([url], vocab_size)
+        engine = VLLMEngine([url], len(tokenizer))
+        recorder = Recorder(engine)
+        await collector(recorder).collect(0)
 
-        async def bare(n: int) -> list[int]:
-            body = dialect.request(prompts[n], samplings[n])
-            async with session.post(url + dialect.generate_path, json=body, timeout=aiohttp.ClientTimeout(None)) as got:
-                return (await got.json())["choices"][0]["token_ids"]
+        async def post(token_ids: list[int], sampling: Sampling) -> list[int]:
+            body, limit = dialect.request(token_ids, sampling), aiohttp.ClientTimeout(None)
+            async with session.post(url + dialect.generate_path, json=body, timeout=limit) as answer:
+                return (await answer.json())["choices"][0]["token_ids"]
 
-        async def ours(n: int) -> list[int]:
-            return list((await engine.generate(prompts[n], samplings[n])).token_ids)
+        async def bare() -> list[list[int]]:
+            return await asyncio.gather(*(post(*request) for request in recorder.requests))
 
-        ways: dict[str, Callable[[int], Awaitable[list[int]]]] = {"bare client": bare, "VLLMEngine": ours}
-        rates: dict[str, list[float]] = {name: [] for name in ways}
-        cpu: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(ROUNDS + 1):
-            answers = {}
-            for name, ask in sorted(ways.items(), reverse=bool(number % 2)):
-                started, busy = time.perf_counter(), time.process_time()
-                answers[name] = await asyncio.gather(*(ask(n) for n in range(REQUESTS)))
-                if number:  # the first round warms up
-                    rates[name].append(REQUESTS * TOKENS / (time.perf_counter() - started))
-                    cpu[name].append((time.process_time() - busy) / REQUESTS)
-            assert answers["bare client"] == answers["VLLMEngine"]
+        async def by_engine() -> list[list[int]]:
+            answers = await asyncio.gather(*(engine.generate(*request) for request in recorder.requests))
+            return [list(answer.token_ids) for answer in answers]
+
+        async def by_collector() -> list[list[int]]:
+            batch = await collector(engine).collect(0)
+            return [t.token_ids[t.action_mask].tolist() for t in batch.trajectories]
+
+        blocks = await in_turns({"bare client": bare, "VLLMEngine": by_engine, "Collector": by_collector})
         await engine.close()
-    ratios = [a / b - 1 for a, b in zip(rates["bare client"], rates["VLLMEngine"], strict=True)]
-    report = {name: round(statistics.median(values)) for name, values in rates.items()}
-    report |= {f"{name}, client's CPU ms a request": round(1e3 * statistics.median(v), 2) for name, v in cpu.items()}
-    quartiles = [f"{value:.1%}" for value in statistics.quantiles(ratios, n=4)]
-    print(json.dumps(report | {"overhead by round, quartiles": quartiles}))
+    print(json.dumps({name: compared(own, blocks["bare client"]) for name, own in blocks.items()}, indent=1))
+
+
+Block = tuple[float, float, int]  # seconds, the client's CPU seconds, tokens
+
+
+async def in_turns(ways: dict[str, Callable[[], Awaitable[list[list[int]]]]]) -> dict[str, list[Block]]:
+    """Each way's blocks, one a round; all must get the same tokens."""
+    blocks: dict[str, list[Block]] = {name: [] for name in ways}
+    orders = list(itertools.permutations(ways))
+    for number in range(ROUNDS + 1):
+        answers = []
+        for name in orders[number % len(orders)]:
+            started, busy = time.perf_counter(), time.process_time()
+            answers.append(sorted(await ways[name]()))
+            used = time.perf_counter() - started, time.process_time() - busy
+            if number:  # the first round warms up
+                blocks[name].append((*used, sum(map(len, answers[-1]))))
+        assert answers[0] == answers[1] == answers[2]
+    return blocks
+
+
+def compared(own: list[Block], bare: list[Block]) -> dict[str, Any]:
+    """Medians over rounds; what is lost to the bare client's block of the same round, with its 95% interval."""
+    seconds, busy, tokens = np.array(own).T
+    lost = 1 - np.array(bare)[:, 0] / seconds
+    medians = np.median(np.random.default_rng(0).choice(lost, (4000, len(lost))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975])
+    quartiles = [f"{value:.1%}" for value in np.quantile(lost, [0.25, 0.75])]
+    return {
+        "tokens/s": round(float(np.median(tokens / seconds))),
+        "fewer tokens/s": f"{np.median(lost):.1%} ({low:.1%} to {high:.1%})",
+        "fewer tokens/s, rounds' quartiles": quartiles,
+        "client's CPU ms a request": round(1e3 * float(np.median(busy)) / REQUESTS, 3),
+        "of the block's time": f"{np.median(busy / seconds):.1%}",
+    }
 
 
 async def refit(folder: Path) -> None:

@@ -12,7 +12,7 @@ from nemo_flashrl.cli import main
 from nemo_flashrl.config import RunConfig, conf_folder, load
 from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.rehearsal import experiment
-from nemo_flashrl.rehearsal.small import byte_tokenizer, small_data_parallel, small_overrides
+from nemo_flashrl.rehearsal.small import small_data_parallel, small_overrides, small_tokenizer
 
 NEEDED = ["output=x", "model.path=x"]
 NAMES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
@@ -61,11 +61,13 @@ def test_every_experiment_shrinks(name: str) -> None:
 
 
 def test_any_text_is_tokens_and_back() -> None:
-    tokenizer = byte_tokenizer(64)
+    tokenizer = small_tokenizer(64)
     text = "def f(x):\n    return 'ß→' # 1"
     ids = tokenizer(text, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == text
-    assert len(ids) == len(text.encode())
+    assert tokenizer.convert_ids_to_tokens(ids) == small_tokenizer(64).convert_ids_to_tokens(ids)  # the same each time
+    prompt = "You play a text game. Answer each time with one command on a line of its own, such as: go east"
+    assert len(tokenizer(prompt).input_ids) < len(prompt) / 2
 
 
 def test_an_open_model_is_rehearsed_with_the_tiny_ones_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from nemo_flashrl import environments
 from nemo_flashrl.config import RunConfig
 
 HEAD_SIZE = 32  # the smallest that vLLM's attention for CPUs knows
 MOST_PROCESSES = 8  # of a layout that is kept as it is; each takes half a gigabyte
 STEPS, EPISODES_OF_A_RANK = 3, 4
+VOCABULARY = 1024
 TURN_TOKENS, TURNS, OBSERVATION_TOKENS, PROMPT_TOKENS = 24, 3, 48, 1600
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -70,7 +72,7 @@ def small_data_parallel(config: RunConfig) -> int:
 
 
 def write_small_model(folder: Path, hf_config: dict[str, Any], config: RunConfig, seed: int) -> None:
-    """A random checkpoint of `hf_config`'s family with a byte-level tokenizer; `config` is the shrunken one.
+    """A random checkpoint of `hf_config`'s family with a small tokenizer; `config` is the shrunken one.
 
     Raises:
         ValueError: the family is none that transformers knows.
@@ -78,7 +80,7 @@ def write_small_model(folder: Path, hf_config: dict[str, Any], config: RunConfig
     tensor, pipeline = config.parallel.tensor, config.parallel.pipeline
     heads = 2 * max(2, tensor)
     grouped = hf_config["num_key_value_heads"] < hf_config["num_attention_heads"]
-    tokenizer = byte_tokenizer(config.model.context_length)
+    tokenizer = small_tokenizer(config.model.context_length)
     sizes = {
         "vocab_size": len(tokenizer),
         "hidden_size": heads * HEAD_SIZE,
@@ -107,12 +109,15 @@ def write_small_model(folder: Path, hf_config: dict[str, Any], config: RunConfig
     tokenizer.save_pretrained(folder)
 
 
-def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """One token a byte, and a chat template: any text of any environment can be written with it."""
-    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[]))
+def small_tokenizer(context: int) -> PreTrainedTokenizerFast:
+    """Byte pairs of the environments' own words, any text can be written with them, and a chat template."""
+    backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    words = sorted(Path(environments.__file__).parent.glob("*.py"))
+    backend.train([str(file) for file in words], trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
