@@ -103,11 +103,12 @@ def _loss_without_progress(run: RunRecord) -> str:
 
 
 def _entropy_collapse(run: RunRecord) -> str:
-    entropy = run.column("entropy")
+    name = "entropy" if run.has("entropy") else "sampled_entropy"  # only some algorithms compute it
+    entropy = run.column(name)
     first, last, success = early(entropy), recent(entropy), recent(run.column("success"))
     if not (long_enough(run) and last < 0.2 * first and success < 0.8):
         return ""
-    return f"entropy fell from {first:.3g} to {last:.3g} nats ({last_steps(run)}) with success at {success:.2f}"
+    return f"{name} fell from {first:.3g} to {last:.3g} nats ({last_steps(run)}) with success at {success:.2f}"
 
 
 def _few_unique_samples(run: RunRecord) -> str:

@@ -49,10 +49,11 @@ function overview() {
     const values = (run.series[name] || []).filter((value) => value !== null).slice(-20);
     return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
   };
-  const hours = (run) => (run.series.step_seconds || []).reduce((a, b) => a + (b || 0), 0) / 3600;
+  const minutes = (run) => Math.round((run.series.step_seconds || []).reduce((a, b) => a + (b || 0), 0) / 60);
+  const clock = (total) => `${Math.floor(total / 60)}:${String(total % 60).padStart(2, "0")}`;
   const columns = [["steps", (run) => format(run.steps.length)], ["reward", (run) => format(last(run, "reward_mean"))], ["success", (run) => format(last(run, "success"))],
     ["response tokens", (run) => format(last(run, "response_tokens"))], ["turns", (run) => format(last(run, "turns"))], ["gate", (run) => format(last(run, "gate_acceptance"))],
-    ["tokens/s", (run) => format(last(run, "tokens_per_second"))], ["memory GiB", (run) => format(last(run, "memory_peak_gib"))], ["hours", (run) => format(hours(run))], ["findings", (run) => String(run.findings.length)]];
+    ["tokens/s", (run) => format(last(run, "tokens_per_second"))], ["memory GiB", (run) => format(last(run, "memory_peak_gib"))], ["h:mm", (run) => clock(minutes(run))], ["findings", (run) => String(run.findings.length)]];
   const table = el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "run"), ...columns.map(([name]) => el("th", {}, name)))),
     el("tbody", {}, ...RUNS.map((run) => el("tr", {}, el("td", { title: run.folder }, run.name), ...columns.map(([, value]) => el("td", {}, value(run)))))));
   section("Overview", "Means over the last 20 steps.", el("div", { class: "scroll" }, table));

@@ -19,7 +19,7 @@ const SECTIONS = [
     { title: "Staleness", of: ["staleness_mean", "staleness_max"], from: 0 }, { title: "Largest ratio", of: ["ratio_max"] }, { title: "Mean ratio", of: ["ratio_mean"] },
     { title: "Trainer against sampler", of: ["logprob_difference", "logprob_difference_max"], from: 0 }]],
   ["KL, entropy and the update", "How far the policy has gone, and how it goes.", [
-    { title: "KL to the reference", of: ["kl"] }, { title: "Entropy", of: ["entropy"], from: 0 }, { title: "Gradient norm", of: ["gradient_norm"], from: 0 },
+    { title: "KL to the reference", of: ["kl"] }, { title: "Entropy", of: ["entropy", "sampled_entropy"], from: 0 }, { title: "Gradient norm", of: ["gradient_norm"], from: 0 },
     { title: "Loss", of: ["loss"] }, { title: "Clipped tokens", of: ["clip_fraction"], from: 0 }, { title: "Learning rate", of: ["learning_rate"], from: 0 },
     { title: "KL coefficient", of: ["beta"], from: 0 }, { title: "Distance to the reference", of: ["reference_distance"], from: 0 }, { title: "Temperature", of: ["temperature"] }, { title: "Group size", of: ["group_size"], from: 0 }]],
   ["Time", "Who waits for whom. A step is as long as its slowest part.", [
