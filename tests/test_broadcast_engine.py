@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from server_processes import StandIn, anew, ended_after
 from stand_in_server import V
 
+from nemo_flashrl import platform
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.rollout import BroadcastEngine
 from nemo_flashrl.rollout.probe import Probe, ProbedWeights
@@ -54,7 +56,7 @@ def weights(value: float, *, version: int = 0, **replaced: torch.Tensor) -> Prob
 
 def run(servers: list[StandIn], story: Callable[[BroadcastEngine], Awaitable[Any]], timeout: float = LONG) -> Any:
     async def whole() -> Any:
-        engine = BroadcastEngine([s.url for s in servers], V, timeout=timeout, health_seconds=2.0)
+        engine = BroadcastEngine([s.url for s in servers], V, timeout=timeout, health_seconds=5.0)
         try:
             return await asyncio.wait_for(story(engine), LONG)
         finally:
@@ -191,3 +193,26 @@ def test_decisions_of_a_step() -> None:
     for step in ("other", "forgotten"):
         with pytest.raises(RuntimeError, match=f"the trainer gave up {step}"):
             worker.await_decision(step)
+
+
+def test_nobody_waits_for_a_group_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destructor may take until the time-out: it must not run where `abort` was called, even if its thread is done.
+
+    The closing thread ends before `abort` returns here; the event loop would have waited in its place.
+    """
+    ended = []
+
+    class Group:
+        def abort(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            ended.append(threading.current_thread())
+
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (start(thread), thread.join()))
+    monkeypatch.setattr(platform, "make_process_group", lambda *_: Group())
+    group = WeightGroup(torch.distributed.HashStore(), "g", 0, 2, 0.2)
+    group.connect()
+    group.abort()
+    assert len(ended) == 1 and ended[0] is not threading.current_thread()

@@ -212,6 +212,7 @@ class BroadcastEngine(RemoteEngine):
                 await asyncio.wait(tasks, timeout=self._pool.timeout)
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _unless_one_fails(self, tasks: Iterable[asyncio.Task], work: Awaitable[Any]) -> None:
         """Wait for `work`, but raise what one of `tasks` failed with before it was done."""

@@ -92,13 +92,14 @@ class WeightGroup:
 
     def abort(self) -> None:
         """Close all connections, which ends other ranks' waiting for this one; returns at once."""
-        group, self._group = self._group, None
-        if group is not None:  # in a thread: what is under way may end only when another rank closes too
-            threading.Thread(target=_close, args=(group,), daemon=True).start()
+        if self._group is not None:  # in a thread: what is under way may end only when another rank closes too
+            box, self._group = [self._group], None
+            threading.Thread(target=_close, args=(box,), daemon=True).start()
 
     def _is_stopped(self, step: str) -> bool:
         return self._store.check([f"{step}/stopped"])
 
 
-def _close(group: torch.distributed.Backend) -> None:
-    group.abort()
+def _close(box: list[torch.distributed.Backend]) -> None:
+    """`box` holds the only reference: whoever drops the last one waits for what is under way, until its time-out."""
+    box.pop().abort()
