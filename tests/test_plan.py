@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_ranks
-from published_models import LLAMA_8B, LLAMA_70B
+from published_models import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from tiny import random_trajectories, write_model
 
 from nemo_flashrl.cli import main
@@ -106,6 +106,10 @@ def test_smallest_allocation() -> None:
     assert (found.ranks, found.tensor) == (2, 2)  # 18 bytes x 8e9 are 135 GiB of 2 x 73
     assert smallest_allocation(model_shape(LLAMA_70B), Layout(), device, 32768).ranks >= 16  # 1183 GiB / 73
     assert smallest_allocation(model_shape(LLAMA_70B), Layout(), device, 2**30) is None
+    found = smallest_allocation(model_shape(QWEN3_30B_A3B), Layout(), device, 32768)
+    assert (found.ranks, found.expert) == (8, 8)  # on four, weights and gradients alone are 46 GiB of 73
+    found = smallest_allocation(model_shape(LLAMA_8B), Layout(lora_rank=16), device, 8192)
+    assert (found.ranks, found.recompute) == (1, "none")
 
 
 def test_time_of_a_step() -> None:
@@ -129,7 +133,12 @@ def test_the_page(tmp_path: Path, capsys) -> None:
     assert "fewest GPUs for a context of 32768: 4 (1 node)" in page
     assert main(["plan", str(tmp_path), "--context", "32768"]) == 1  # one GPU
     assert "DOES NOT FIT" in capsys.readouterr().out
-    refused = ((["--tp", "3"], "tensor=3"), (["--device", "TPU"], "'TPU'"), (["--gpus", "3", "--tp", "2"], "--gpus 3"))
+    refused = (
+        (["--tp", "3"], "tensor=3"),
+        (["--device", "TPU"], "'TPU'"),
+        (["--gpus", "3", "--tp", "2"], "--gpus 3"),
+        (["--ep", "2"], "expert=2"),
+    )
     for wrong, words in refused:
         assert main(["plan", str(tmp_path), *wrong]) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -151,7 +151,7 @@ def _named(layout: Layout | None) -> str:
     nodes = -(-layout.ranks // GPUS_OF_A_NODE)
     return (
         f"{layout.ranks} ({nodes} node{'s' * (nodes > 1)}): TP {layout.tensor}, PP {layout.pipeline}, CP "
-        f"{layout.context}{_experts(layout)}, recompute {layout.recompute}"
+        f"{layout.context}{f', DP {layout.data}' * (layout.data > 1)}{_experts(layout)}, recompute {layout.recompute}"
     )
 
 

@@ -1,6 +1,9 @@
 // The browser of trajectories: a table that is filtered, sorted and paged, and the text of the chosen one.
 const ROWS_OF_A_PAGE = 20;
 const COLUMNS = ["step", "prompt_index", "reward", "advantage", "turns", "tokens", "action_tokens", "repeated_token_share", "staleness", "end_reason"];
+const SHORT = { prompt_index: "prompt", action_tokens: "sampled", repeated_token_share: "repeated", end_reason: "end" };
+// Numbers of steps and prompts are names, tokens are counted: none is rounded.
+const shown = (value) => (Number.isInteger(value) ? String(value).replace("-", "−") : typeof value === "number" ? format(value) : value ?? "–");
 
 function rowsOf(run, r) {
   const table = run.trajectories, out = [];
@@ -49,9 +52,9 @@ function browser() {
   const paint = () => {
     const names = RUNS.length > 1 ? ["run", ...COLUMNS] : COLUMNS, first = view.page * ROWS_OF_A_PAGE;
     head.replaceChildren(...names.map((name) => el("th", { "aria-sort": view.sort === name ? (view.down ? "descending" : "ascending") : "none" },
-      el("button", { type: "button", onclick: () => { view.down = view.sort === name ? !view.down : true; view.sort = name; refresh(); } }, name.replaceAll("_", " ") + (view.sort === name ? (view.down ? " ↓" : " ↑") : "")))));
+      el("button", { type: "button", onclick: () => { view.down = view.sort === name ? !view.down : true; view.sort = name; refresh(); } }, (SHORT[name] || name) + (view.sort === name ? (view.down ? " ↓" : " ↑") : "")))));
     body.replaceChildren(...rows.slice(first, first + ROWS_OF_A_PAGE).map((row) => {
-      const cells = names.map((name) => el("td", {}, name === "run" ? RUNS[row.run].name : typeof row[name] === "number" ? format(row[name]) : row[name] ?? "–"));
+      const cells = names.map((name) => el("td", {}, name === "run" ? RUNS[row.run].name : shown(row[name])));
       const line = el("tr", { tabindex: 0, onclick: () => choose(row, line), onkeydown: (event) => keys(event, line, row) }, ...cells);
       return line;
     }));
@@ -82,7 +85,7 @@ function browser() {
 }
 
 function showDetail(detail, row) {
-  const sample = textOf(row), numbers = COLUMNS.map((name) => el("div", {}, el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, typeof row[name] === "number" ? format(row[name]) : row[name] ?? "–")));
+  const sample = textOf(row), numbers = COLUMNS.map((name) => el("div", {}, el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, shown(row[name]))));
   const extra = sample && sample.info ? Object.entries(sample.info).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, typeof value === "object" ? JSON.stringify(value) : String(value)))) : [];
   const segments = sample === null ? [el("p", { class: "note" }, "Its text was not kept; trainer.log_trajectories sets how many are, each step.")] : sample.segments.map((segment) => {
     const action = segment.kind === "action", negative = action && segment.advantage < 0;

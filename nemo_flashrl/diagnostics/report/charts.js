@@ -28,7 +28,7 @@ function format(value) {
   const size = Math.abs(value);
   if (size >= 1e6) return +(value / 1e6).toPrecision(3) + "M";
   if (size >= 1e4) return +(value / 1e3).toPrecision(3) + "k";
-  if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
+  if (size !== 0 && size < 1e-3) return value.toExponential(1).replaceAll("-", "−");
   return String(+value.toPrecision(4)).replace("-", "−");
 }
 
