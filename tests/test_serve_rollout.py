@@ -146,6 +146,19 @@ def test_flags(settings: str) -> None:
     assert "--enforce-eager" not in command(config.load(settings), ServeOptions(), 8000, accelerated=True)
 
 
+def test_room_for_an_adapter(settings: str) -> None:
+    """vLLM has sizes for ranks: 12 takes the room of 16."""
+
+    def line(rank: int) -> str:
+        run = config.load(settings, ["rollout.weight_transfer=adapter", f"lora.rank={rank}"])
+        return " ".join(command(run, ServeOptions(), 8000, accelerated=False))
+
+    assert "--enable-lora --max-loras 1 --max-lora-rank 16 " in line(12)
+    assert "--enable-lora" not in " ".join(command(config.load(settings), ServeOptions(), 8000, accelerated=False))
+    with pytest.raises(ValueError, match="lora.rank=600: vLLM takes adapters of rank 512 at most"):
+        line(600)
+
+
 def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ServeOptions(tensor_parallel=2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -167,3 +180,14 @@ def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         port = other.getsockname()[1]
         assert main(["serve-rollout", settings, "--port", str(port)]) == 2
         assert f"port {port} of 127.0.0.1 cannot be used: Address already in use" in capsys.readouterr().err
+
+
+def test_servers_get_the_time_that_the_trainer_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(
+        "nemo_flashrl.rollout_server.command.serve", lambda run, options: waited.append(options.timeout) or 0
+    )
+    job = ["serve-rollout", "rehearsal", "output=x", "model.path=x"]
+    for more in ([], ["rollout.server_timeout=900"], ["rollout.server_timeout=900", "--timeout", "5"]):
+        assert main([*job, *more]) == 0
+    assert waited == [300, 900, 5]

@@ -30,23 +30,24 @@ def add_serve_rollout(commands: Any) -> None:
     )
     parser.add_argument("--follow", type=int, metavar="PID", help="end when this process ends, the trainer say")
     parser.add_argument(
-        "--timeout", type=float, default=default.timeout, metavar="S", help="seconds until all answer (default 300)"
+        "--timeout", type=float, metavar="S", help="seconds until all answer (default: rollout.server_timeout)"
     )
     parser.add_argument("--vllm-flags", dest="flags", default="", metavar="TEXT", help="more flags for vLLM")
     parser.set_defaults(run=_serve)
 
 
 def _serve(options: argparse.Namespace) -> int:
+    run = config.load(options.config, options.overrides)
     try:
         return serve(
-            config.load(options.config, options.overrides),
+            run,
             ServeOptions(
                 host=options.host,
                 port=options.port,
                 servers=options.servers,
                 tensor_parallel=options.tensor_parallel,
                 follow=options.follow,
-                timeout=options.timeout,
+                timeout=run.rollout.server_timeout if options.timeout is None else options.timeout,
                 flags=options.flags,
             ),
         )
