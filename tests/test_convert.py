@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -231,19 +232,38 @@ def test_no_space(root: Path, answers, tmp_path: Path) -> None:
 
 def test_a_run_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     """A run of one step with a reference policy, and the exports that it ended with."""
+    command = ("flashrl", "convert", "run-to-hf", str(OLD_RUN))
     calls = [
-        ("run_to_hf", OLD_RUN, tmp_path / "policy"),
-        ("run_to_hf", OLD_RUN, tmp_path / "reference", "reference"),
+        (*command, str(tmp_path / "policy")),
+        (*command, str(tmp_path / "reference"), "--reference-ema"),
         ("run_to_hf", OLD_RUN, tmp_path / "adapter", "adapter"),
         ("differences", OLD_RUN / "checkpoint", tmp_path / "policy"),
         ("differences", OLD_RUN / "reference", tmp_path / "reference"),
         ("differences", OLD_RUN / "checkpoint", tmp_path / "reference"),
     ]
-    *_, refused, policy, reference, other = call(tmp_path / "answers.json", *calls)
+    *codes, refused, policy, reference, other = call(tmp_path / "answers.json", *calls)
+    assert codes == [0, 0]
     assert refused.endswith("was trained without LoRA: it has no adapter")
     assert policy == reference == []
     assert other and all("elements differ, by at most" in line for line in other[:5])
     assert "| optimizer steps | 1 |" in (tmp_path / "policy" / "README.md").read_text()
+
+
+def test_three_conversions_at_once(root: Path, tmp_path: Path) -> None:
+    """Two of them to one place: one is written whole, the other is told, and the third never meets them."""
+    jobs = {"one": ("qwen2", "a"), "other": ("qwen2", "a"), "third": ("llama", "b")}
+    with ThreadPoolExecutor(3) as pool:
+        running = [
+            pool.submit(call, tmp_path / f"{name}.json", ("hf_to_nemo", root / source, tmp_path / target))
+            for name, (source, target) in jobs.items()
+        ]
+        answers = [job.result()[0] for job in running]
+    assert sorted(text.split(":")[0] for text in answers[:2]) == [str(tmp_path / "a"), "refused"]
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", *(f"{name}.json" for name in jobs)}
+    calls = [
+        ("flashrl", "convert", "check", str(root / s), str(tmp_path / t)) for s in ("qwen2", "llama") for t in "ab"
+    ]
+    assert call(tmp_path / "one.json", *calls) == [0, 1, 1, 0]
 
 
 def test_two_writers_of_one_folder(tmp_path: Path) -> None:
@@ -261,7 +281,8 @@ def test_the_command_line(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit) as end:
         flashrl(["convert", "--help"])
     assert end.value.code == 0
-    assert all(name in capsys.readouterr().out for name in ())
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("hf-to-nemo", "nemo-to-hf", "run-to-hf", "check"))
     for action in ("hf-to-nemo", "nemo-to-hf", "run-to-hf", "check"):
         with pytest.raises(SystemExit) as end:
             flashrl(["convert", action, "--help"])
