@@ -22,10 +22,10 @@ class Guessing(Environment):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hidden = 0
+        self.hidden, self.lenient = 0, False
 
-    def reset(self, seed=None, episode_id=None, offset: int = 0, **_) -> Answer:
-        self.hidden = seed + offset
+    def reset(self, seed=None, episode_id=None, offset: int = 0, lenient: bool = False, **_) -> Answer:
+        self.hidden, self.lenient = seed + offset, lenient
         return Answer(text="Guess a number.")
 
     def step(self, action: Guess, timeout_s=None, **_) -> Answer:
@@ -35,6 +35,8 @@ class Guessing(Environment):
             time.sleep(30)
         if action.message == "flood":
             return Answer(text="x" * 3 * 2**20)
+        if self.lenient and not action.message.isdecimal():
+            return Answer(text="A number, please.")
         guess = int(action.message)
         if guess == self.hidden:
             return Answer(text="right", reward=1.0, done=True)

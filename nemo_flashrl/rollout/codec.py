@@ -48,6 +48,8 @@ class Codec:
         self._spellings = sorted({*added, *named}, key=len, reverse=True)  # the longest first
         self._spelling = re.compile("|".join(map(re.escape, self._spellings)) or "(?!)")
         self._unknown: int | None = tokenizer.unk_token_id
+        # Of what the tokenizer adds by itself only the begin-of-text token belongs before an answer.
+        self._start = [i for i in tokenizer("").input_ids if i == tokenizer.bos_token_id]
         if self._has_template:
             probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
             self._render([*probe, {"role": "user", "content": _HERE}], must_show=True)
@@ -56,9 +58,7 @@ class Codec:
         """The prompt: the chat template with its generation prompt, or the plain concatenation of the contents."""
         if self._has_template:
             return self._encode(self._render([self._safe(message) for message in messages]))
-        # Of what the tokenizer adds by itself only the begin-of-text token belongs before an answer.
-        start = [i for i in self._tokenizer("").input_ids if i == self._tokenizer.bos_token_id]
-        return start + self._plain("".join(message["content"] for message in messages))
+        return self._start + self._plain("".join(message["content"] for message in messages))
 
     def action_text(self, token_ids: Sequence[int], stop_token_ids: Sequence[int]) -> str:
         """What the policy said. A closing special token is left out; a stop token that is a word stays."""
