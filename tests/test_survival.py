@@ -11,6 +11,9 @@ import os
 import random
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,6 +182,22 @@ def test_sigterm_to_one_rank_saves_on_all(model: Path, straight: Path, tmp_path:
     assert [line["step"] for line in metrics(run)] == list(range(1, step + 3))
     assert prompts(run) == [(1 + i // BATCH, i) for i in range((step + 2) * BATCH)]
     assert not (run / "preempted").exists()
+
+
+def test_sigterm_ends_the_wait_for_servers(model: Path, tmp_path: Path) -> None:
+    """Two ranks: one waits for a server that never says that it is well, the other for the first."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        served = ["rollout=vllm", f"rollout.servers=[{url}]", "parallel.tensor=2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        command += ["nemo_flashrl.cli", "train", "rehearsal", *settings(tmp_path / "run", model, 1, *served)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        silent.settimeout(300)
+        asked, _ = silent.accept()
+        with asked:
+            os.killpg(process.pid, signal.SIGTERM)
+            said = process.communicate(timeout=200)[1]  # rollout.server_timeout is 300
+    assert "stopped by SIGTERM before its first step" in said
 
 
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(model: Path, straight: Path, tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ class RunCheckpoint(nl.ModelCheckpoint):
         if trainer.is_global_zero:
             self.folder.begin()
         trainer.strategy.checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_early_signal)  # Lightning's calls it too
+
+    def _on_early_signal(self, *_: Any) -> None:
+        """Nothing is to be saved yet, and what is waited for, servers say, may never come."""
+        raise Preempted("stopped by SIGTERM before its first step")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Listen for SIGTERM in place of Lightning, which would end the process without a checkpoint.
@@ -82,7 +87,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
         NeMo's own method is left out: it moves files about in NeMoLogger's folder, which this run has not.
         """
         LightningCheckpoint.on_train_start(self, trainer, pl_module)
-        self._previous_handler = signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, *_: Any) -> None:
         self.asked_to_stop = True
