@@ -2,7 +2,9 @@
 # Build and try both images where no registry can be reached: on stand-ins for their bases, made of a Debian and of the
 # environments that `make setup` and `make rollout-venv` have installed.
 #
-#   docker/try_without_registry.sh FOLDER [trainer|rollout|refusal ...]     as root; 20 GB; apt: buildah debootstrap
+#   docker/try_without_registry.sh FOLDER [trainer|tests|rollout|refusal ...]     as root; 20 GB; apt: buildah debootstrap
+#
+# STORAGE_DRIVER=vfs where the kernel has no overlay file system.
 #
 # It proves that every step of the Dockerfiles runs, that nothing of the base is replaced and a base that would need it
 # is refused, that entry point, launcher scripts and import check work, as any user, and that `make test` runs inside.
@@ -10,16 +12,16 @@
 # whether their packages are new enough for this package, only those images can show.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-FOLDER=$(realpath -m "${1:?usage: try_without_registry.sh FOLDER [trainer|rollout|refusal ...]}")
+FOLDER=$(realpath -m "${1:?usage: try_without_registry.sh FOLDER [trainer|tests|rollout|refusal ...]}")
 shift
-PARTS=("${@:-trainer}")
+[ $# -gt 0 ] || set -- trainer tests
 VENV=$(realpath "${VENV:-.venv}") ROLLOUT_VENV=$(realpath -m "${ROLLOUT_VENV:-.venv-rollout}")
 TESTS=${TESTS:-tests/test_advantages.py tests/test_recipes.py tests/test_imports.py}
 MIRROR=${MIRROR:-http://deb.debian.org/debian}
 DEBIAN=ca-certificates,make,git,procps,libssl3,libffi8,libsqlite3-0,libbz2-1.0,liblzma5,libreadline8,libncursesw6,libuuid1,libgomp1,libnuma1
 mkdir -p "$FOLDER"
 
-storage() { buildah --root "$FOLDER/storage" --runroot "$FOLDER/run" --storage-driver vfs "$@"; }
+storage() { buildah --root "$FOLDER/storage" --runroot "$FOLDER/run" --storage-driver "${STORAGE_DRIVER:-overlay}" "$@"; }
 
 debian() {
     [ -e "$FOLDER/debian/etc/debian_version" ] ||
@@ -43,8 +45,8 @@ stand_in() { # stand_in NAME VENV
     echo /opt/python/lib >"$root/etc/ld.so.conf.d/python.conf"
     chroot "$root" ldconfig
     chroot "$root" /opt/python/bin/python3 -m venv --without-pip /opt/venv
-    cp -a "$venv/${library#/}/site-packages" "$root/opt/venv/${library#/}/"
-    rm -rf "$root/opt/venv/${library#/}"/site-packages/{nemo_flashrl,__editable__}*
+    tar -C "$venv/${library#/}" --exclude=__pycache__ --exclude='site-packages/nemo_flashrl*' --exclude='site-packages/__editable__*' \
+        -cf - site-packages | tar -C "$root/opt/venv/${library#/}" -xf -
     cp -an "$venv"/bin/. "$root/opt/venv/bin/"
     rm -f "$root/opt/venv/bin/flashrl"
     grep -rIl "^#!$venv/bin/" "$root/opt/venv/bin" | xargs -r sed -i "1s|^#!$venv/bin/|#!/opt/venv/bin/|"
@@ -80,8 +82,10 @@ trainer() {
         try localhost/nemo-flashrl 12345:12345 python3 "/opt/NeMo-Aligner/examples/nlp/gpt/$script.py" --help
     done
     try localhost/nemo-flashrl 12345:12345 bash -c 'cd /tmp && OMP_NUM_THREADS=1 flashrl rehearse --experiment math_qwen2_5_1_5b cluster.gpus_per_node=1'
-    try localhost/nemo-flashrl 0:0 make test ARGS="$TESTS"
 }
+
+# Of the image that `trainer` has built.
+tests() { try localhost/nemo-flashrl 0:0 make test ARGS="$TESTS"; }
 
 rollout() {
     stand_in localhost/stand-in-vllm "$ROLLOUT_VENV"
@@ -108,5 +112,5 @@ refusal() {
     grep -m 3 -i omegaconf "$FOLDER/refusal.log"
 }
 
-for part in "${PARTS[@]}"; do "$part"; done
-say "all done: ${PARTS[*]}"
+for part; do "$part"; done
+say "all done: $*"
