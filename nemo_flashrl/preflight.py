@@ -185,6 +185,8 @@ def _check_servers(config: RunConfig) -> None:
             f"rollout.weight_transfer={rollout.weight_transfer}: rollout.engine={rollout.engine} knows file alone; "
             "set it to file, or rollout.engine to vllm"
         )
+    if rollout.weight_transfer == "adapter" and not config.lora.rank:
+        raise ValueError("rollout.weight_transfer=adapter: lora.rank=0 trains no adapter; set a rank, or it to file")
     if rollout.engine == "transformers":
         if rollout.servers:
             raise ValueError(

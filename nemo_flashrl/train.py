@@ -179,7 +179,8 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     from nemo_flashrl.callbacks.value_baseline import value_baseline
 
     monitors = Monitors(asdict(config.monitors))
-    refit = WeightRefitCallback(driver, parts.vocab_size, probed=config.rollout.engine != "transformers")
+    probed, adapter = config.rollout.engine != "transformers", config.rollout.weight_transfer == "adapter"
+    refit = WeightRefitCallback(driver, parts.vocab_size, probed=probed, adapter=adapter)
     metrics = RLMetricsCallback(
         Path(config.output),
         data,

@@ -21,7 +21,7 @@ CONTEXT = 1024
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
 CONFIG = """
 output: {folder}/runs
-model: {{path: {folder}/model, context_length: {context}, precision: fp32}}
+model: {{path: {model}, context_length: {context}, precision: fp32}}
 environment: {{name: letters.Letters}}
 rollout: {{engine: vllm, batch_size: 32}}
 """
@@ -34,22 +34,25 @@ def rollout_python() -> Path | None:
 
 
 class RealServer:
-    """Begun at once, waited for when it is needed, ended with the process that began it."""
+    """Begun at once, waited for when it is needed, ended with the process that began it; of a model of its own or one.
 
-    def __init__(self) -> None:
+    `overrides` are of the server's configuration.
+    """
+
+    def __init__(self, model: Path | None = None, *overrides: str) -> None:
         folder = Path(tempfile.mkdtemp(prefix="flashrl-test-server-"))
-        self.model = write_model(folder / "model", vocab_size=VOCAB, **SIZES)
+        self.model = model or write_model(folder / "model", vocab_size=VOCAB, **SIZES)
         make_tokenizer().save_pretrained(self.model)
         config = folder / "serve.yaml"
-        config.write_text(CONFIG.format(folder=folder, context=CONTEXT))
+        config.write_text(CONFIG.format(folder=folder, model=self.model, context=CONTEXT))
         self.log, self.port = folder / "server.log", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [rollout_python(), "-m", "nemo_flashrl.cli", "serve-rollout", config, "--port", str(self.port)]
+        command = [rollout_python(), "-m", "nemo_flashrl.cli", "serve-rollout", config, *overrides]
         # Nothing of the tests' own environment may lend the server a module.
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, "--follow", str(os.getpid())],
+                [*command, "--port", str(self.port), "--follow", str(os.getpid())],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -10,7 +10,7 @@ from tiny import write_model
 from nemo_flashrl import config
 from nemo_flashrl.preflight import prepare
 from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.rollout import BroadcastEngine, SGLangEngine, TransformersEngine, VLLMEngine
+from nemo_flashrl.rollout import AdapterEngine, BroadcastEngine, SGLangEngine, TransformersEngine, VLLMEngine
 from nemo_flashrl.rollout.engines import make_engine
 
 
@@ -43,6 +43,10 @@ def settings(model: Path, tmp_path: Path, *overrides: str) -> config.RunConfig:
             ["rollout.weight_transfer=broadcast"],
             "weight_transfer=broadcast: rollout.engine=transformers knows file alone; set it to file",
         ),
+        (
+            ["rollout.weight_transfer=adapter", "rollout.engine=vllm", "rollout.servers=[http://a:1]"],
+            "weight_transfer=adapter: lora.rank=0 trains no adapter; set a rank, or it to file",
+        ),
     ],
 )
 def test_refused(model: Path, tmp_path: Path, overrides: list[str], words: str) -> None:
@@ -51,7 +55,7 @@ def test_refused(model: Path, tmp_path: Path, overrides: list[str], words: str) 
 
 
 def test_unknown_transfer(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="rollout.weight_transfer='nccl': must be one of file, broadcast"):
+    with pytest.raises(ValueError, match="rollout.weight_transfer='nccl': must be one of file, broadcast, adapter"):
         settings(model, tmp_path, "rollout.weight_transfer=nccl")
 
 
@@ -66,6 +70,7 @@ def test_unknown_engine(model: Path, tmp_path: Path) -> None:
         ("transformers", "file", TransformersEngine),
         ("vllm", "file", VLLMEngine),
         ("vllm", "broadcast", BroadcastEngine),
+        ("vllm", "adapter", AdapterEngine),
         ("sglang", "file", SGLangEngine),
     ],
 )

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from nemo_flashrl.models.weight_probe import weight_probe
 from nemo_flashrl.rollout.driver import RolloutDriver
 from nemo_flashrl.rollout.probe import ProbedWeights
+from nemo_flashrl.weights.adapters import stream_adapter
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 
@@ -20,12 +21,16 @@ class WeightRefitCallback(pl.Callback):
         driver: the collecting rank's; None on every other rank, which takes part in the gathers alone.
         vocab_size: rows of the embedding without padding.
         probed: a probe of the weights goes with them, for engines that verify what their servers have loaded.
+        adapter: the LoRA adapter alone travels; the engine holds the base.
     """
 
-    def __init__(self, driver: RolloutDriver | None, vocab_size: int, *, probed: bool = False) -> None:
+    def __init__(
+        self, driver: RolloutDriver | None, vocab_size: int, *, probed: bool = False, adapter: bool = False
+    ) -> None:
         self.driver = driver
         self.vocab_size = vocab_size
         self.probed = probed
+        self.adapter = adapter
         self.seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -42,7 +47,8 @@ class WeightRefitCallback(pl.Callback):
         """The module's weights of this moment, to the sampler. A collective over all ranks."""
         started = time.perf_counter()
         probe = weight_probe(trainer.strategy.megatron_parallel, self.vocab_size) if self.probed else None
-        stream = stream_hf_tensors(unwrap(pl_module), self.vocab_size)
+        model = unwrap(pl_module)
+        stream = stream_adapter(model, scaled=True) if self.adapter else stream_hf_tensors(model, self.vocab_size)
         try:
             if self.driver is not None:
                 weights = stream if probe is None else ProbedWeights(stream, probe)

@@ -100,7 +100,7 @@ class RolloutConfig:
     engine: str = one_of("transformers", "vllm", "sglang")  # in this process | over HTTP: see `servers`
     servers: list[str] = field(default_factory=list)  # URLs, of vllm or sglang
     server_timeout: float = within(300.0, ABOVE_ZERO)  # seconds to come up, to load weights, to come back
-    weight_transfer: str = one_of("file", "broadcast")  # vllm: a folder that all see | over the network, see docs
+    weight_transfer: str = one_of("file", "broadcast", "adapter")  # vllm: a folder | the network | LoRA alone, see docs
     weights_folder: str | None = None  # where servers find new weights; None: a folder in shared memory
     mode: str = one_of("sync", "async", "in_flight")  # new weights: nothing runs | between actions | between tokens
     max_in_flight: int = within(0, 0)  # episodes running at a time; 0 means batch_size

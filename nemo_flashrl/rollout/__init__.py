@@ -14,14 +14,24 @@ from nemo_flashrl.environments.environment import Environment
 from nemo_flashrl.rollout.engine import Engine
 
 if TYPE_CHECKING:
+    from nemo_flashrl.rollout.adapter_engine import AdapterEngine
     from nemo_flashrl.rollout.broadcast_engine import BroadcastEngine
     from nemo_flashrl.rollout.sglang_engine import SGLangEngine
     from nemo_flashrl.rollout.transformers_engine import TransformersEngine
     from nemo_flashrl.rollout.vllm_engine import VLLMEngine
 
-__all__ = ["BroadcastEngine", "Engine", "Environment", "SGLangEngine", "TransformersEngine", "VLLMEngine"]
+__all__ = [
+    "AdapterEngine",
+    "BroadcastEngine",
+    "Engine",
+    "Environment",
+    "SGLangEngine",
+    "TransformersEngine",
+    "VLLMEngine",
+]
 
 _LAZY = {
+    "AdapterEngine": "nemo_flashrl.rollout.adapter_engine",
     "BroadcastEngine": "nemo_flashrl.rollout.broadcast_engine",
     "SGLangEngine": "nemo_flashrl.rollout.sglang_engine",
     "TransformersEngine": "nemo_flashrl.rollout.transformers_engine",  # imports transformers

@@ -15,6 +15,7 @@ def make_engine(settings: RolloutConfig, model_path: str, vocab_size: int) -> En
     """Servers are first spoken to when something is asked of the engine."""
     if settings.engine == "transformers":
         return rollout.TransformersEngine(model_path)
-    vllm = {"file": rollout.VLLMEngine, "broadcast": rollout.BroadcastEngine}[settings.weight_transfer]
+    ways = {"file": rollout.VLLMEngine, "broadcast": rollout.BroadcastEngine, "adapter": rollout.AdapterEngine}
+    vllm = ways[settings.weight_transfer]
     kind = {"vllm": vllm, "sglang": rollout.SGLangEngine}[settings.engine]
     return kind(settings.servers, vocab_size, weights_folder=settings.weights_folder, timeout=settings.server_timeout)

@@ -129,7 +129,7 @@ class RemoteEngine:
         for attempt in range(GENERATE_ATTEMPTS):
             server = await self._pool.take(avoid=last[0] if last else None)
             try:
-                return self._read(server, await self._pool.ask(server, self._dialect.generate_path, body), sampling)
+                return self._read(server, await self._ask(server, body), sampling)
             except Fault as fault:
                 last = server, fault
                 self._pool.faults[fault.reason] += 1
@@ -153,7 +153,7 @@ class RemoteEngine:
         self._syncs += 1
         weights = Weights(self._home.folder / f"sync-{self._syncs}", version, getattr(stream, "probe", None))
         try:
-            await write_folder(stream, weights.folder)
+            await self._write(stream, weights.folder)
         except BaseException:
             shutil.rmtree(weights.folder, ignore_errors=True)
             raise
@@ -175,6 +175,13 @@ class RemoteEngine:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._pool.close()
         self._home.remove()
+
+    async def _write(self, stream: NamedTensors, folder: Path) -> None:
+        """What `Dialect.install` hands to servers."""
+        await write_folder(stream, folder)
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+        return await self._pool.ask(server, self._dialect.generate_path, body)
 
     async def _open(self) -> None:
         if self._opening is None:

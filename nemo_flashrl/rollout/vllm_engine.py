@@ -127,13 +127,16 @@ class VLLMDialect:
         await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
         try:
             await self._start(pool, server)
-            await pool.call(server, "/update_weights", {"update_info": update_info})
+            await self._replace(pool, server, update_info)
         except (Fault, ValueError) as error:
             if untouched():
                 await pool.call(server, "/resume", {})
             raise error if isinstance(error, Fault) else Fault("status", str(error)) from error
         await pool.call(server, "/finish_weight_update", {"weight_version": str(version)})
         await pool.call(server, "/resume", {})
+
+    async def _replace(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+        await pool.call(server, "/update_weights", {"update_info": update_info})
 
     async def _start(self, pool: ServerPool, server: Server) -> None:
         try:

@@ -33,6 +33,8 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
 # No telemetry, no hub: weights come from the trainer. The routes for new weights are in vLLM's development mode.
 _ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB of KV cache
 # A prompt in chunks kills vLLM 0.32 on a CPU where the request has a seed ("CPU Generator does not use offset").
 _CPU_FLAGS = ("--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill")
@@ -103,8 +105,9 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
         raise ValueError(f"vLLM is not installed for {sys.executable}: run this from the environment that holds it")
     accelerated = _has_accelerator()
     ports = _ports(config, options)
+    more = _ADAPTER_ENVIRONMENT if config.rollout.weight_transfer == "adapter" else {}
     servers = [
-        _Server(port, command(config, options, port, accelerated), environment(options, index, accelerated))
+        _Server(port, command(config, options, port, accelerated), environment(options, index, accelerated) | more)
         for index, port in enumerate(ports)
     ]
     with _Signals() as signals:
@@ -131,9 +134,18 @@ def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bo
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "nemo_flashrl.rollout_server.worker.WorkerExtension"),
         *("--weight-transfer-config", json.dumps({"backend": "flashrl"})),
+        *(_adapter_flags(config.lora.rank) if config.rollout.weight_transfer == "adapter" else ()),
         *(() if accelerated else (*_CPU_FLAGS, "--max-num-batched-tokens", str(max(_CPU_BATCHED_TOKENS, context)))),
         *shlex.split(options.flags),
     ]
+
+
+def _adapter_flags(rank: int) -> tuple[str, ...]:
+    """vLLM makes room for one of a few ranks."""
+    if rank > _ADAPTER_RANKS[-1]:
+        raise ValueError(f"lora.rank={rank}: vLLM takes adapters of rank {_ADAPTER_RANKS[-1]} at most")
+    room = next(size for size in _ADAPTER_RANKS if size >= rank)
+    return "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)
 
 
 def environment(options: ServeOptions, index: int, accelerated: bool) -> dict[str, str]:

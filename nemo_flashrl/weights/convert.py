@@ -22,10 +22,11 @@ from nemo_flashrl import platform
 from nemo_flashrl.config.loading import read_plain
 from nemo_flashrl.models.families import for_this_platform, portable_config, read_hf_config
 from nemo_flashrl.resume import complete_checkpoints
+from nemo_flashrl.weights.adapters import write_adapter
 from nemo_flashrl.weights.hf_config import check_same_model, write_hf_config
 from nemo_flashrl.weights.hf_folder import copy_beside_weights, load_hf_folder, run_card, write_hf_folder
 from nemo_flashrl.weights.hf_tensors import HfTensors
-from nemo_flashrl.weights.lora import LoraSettings, add_lora, write_adapter
+from nemo_flashrl.weights.lora import LoraSettings, add_lora
 from nemo_flashrl.weights.nemo_folder import (
     CONTEXT,
     PREFIX,

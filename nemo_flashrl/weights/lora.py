@@ -7,11 +7,9 @@ and resume need to know nothing of it. A layer's names in a checkpoint are those
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
@@ -19,11 +17,7 @@ from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nemo.collections.llm.peft.lora import LoRALinear
 from nemo.collections.llm.peft.utils import ParallelLinearAdapter, get_adapter_attributes_from_linear
-from safetensors.torch import save_file
 from torch import Tensor
-
-from nemo_flashrl.weights.mapping import Layout, find_rule
-from nemo_flashrl.weights.new_folder import new_folder
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 WRAPPED = "to_wrap."  # what NeMo's wrapper puts before the name of a layer's own parameter
@@ -135,38 +129,3 @@ def _gathered(shard: Tensor) -> Tensor:
     shards = [torch.empty_like(shard) for _ in range(group.size())]
     torch.distributed.all_gather(shards, shard.contiguous(), group=group)
     return torch.cat(shards)
-
-
-def write_adapter(model: MegatronGPTModel, base: str, target: str | Path) -> None:
-    """Write the adapters of a model that this process holds whole as a PEFT folder for the model `base`.
-
-    One factor down serves all of Hugging Face's layers that Megatron keeps as one, so it is written once for each.
-
-    Raises:
-        ValueError: the target exists, or cannot be written.
-    """
-    layout = Layout.of(model.config, 0)
-    tensors: dict[str, Tensor] = {}
-    for name, wrapper in adapters(model).items():
-        layer = model.get_submodule(".".join(name.split(".")[:3])).layer_number - 1
-        rule = find_rule(f"{name}.weight")
-        adapter = wrapper.adapter
-        ups = rule.to_hf([adapter.linear_out.weight.detach()], layout)
-        for hf_name, up in zip(rule.hf_names(f"{name}.weight", layer, layout), ups, strict=True):
-            module = f"base_model.model.{hf_name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = adapter.linear_in.weight.detach().clone()
-            tensors[f"{module}.lora_B.weight"] = up.clone().contiguous()
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapter.dim,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-        "inference_mode": True,
-    }
-    with new_folder(target) as folder:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -63,7 +63,7 @@ def stream_hf_tensors(
     for stage in range(parallel_state.get_pipeline_model_parallel_world_size()):
         here = parallel_state.get_pipeline_model_parallel_rank() == stage
         own = list(local_parameters(model)) if here else []
-        for index, (name, layer) in enumerate(_from_stage([(name, layer) for name, layer, _ in own], stage)):
+        for index, (name, layer) in enumerate(from_stage([(name, layer) for name, layer, _ in own], stage)):
             rule = find_rule(name)
             skipped = name == "output_layer.weight" and layout.tied
             if skipped or not (experts if rule.of_expert else dense):
@@ -82,7 +82,7 @@ def _whole_tensors(
     for rank in range(ranks):
         tensors = rule.to_hf(shards[rank * per_rank : (rank + 1) * per_rank], layout) if shards else ()
         names = rule.hf_names(name, layer, layout, rank * layout.num_experts // ranks)
-        for hf_name, tensor in zip(names, _to_first_rank(tensors, len(names), stage), strict=True):
+        for hf_name, tensor in zip(names, to_first_rank(tensors, len(names), stage), strict=True):
             if tensor is not None:
                 yield hf_name, tensor
 
@@ -103,7 +103,7 @@ def _gather_shards(parameter: Tensor, rule: Rule) -> list[Tensor]:
     return list(shards.chunk(group.size()))
 
 
-def _from_stage(value: list, stage: int) -> list:
+def from_stage(value: list, stage: int) -> list:
     """What a stage knows, told to all stages; the pipeline group of each tensor rank speaks for itself."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
@@ -113,7 +113,7 @@ def _from_stage(value: list, stage: int) -> list:
     return box[0]
 
 
-def _to_first_rank(tensors: tuple[Tensor, ...], count: int, stage: int) -> list[Tensor | None]:
+def to_first_rank(tensors: tuple[Tensor, ...], count: int, stage: int) -> list[Tensor | None]:
     """Whole tensors of a stage, on global rank 0; None elsewhere."""
     group = parallel_state.get_pipeline_model_parallel_group()
     if torch.distributed.get_global_rank(group, 0) != 0:
@@ -123,7 +123,7 @@ def _to_first_rank(tensors: tuple[Tensor, ...], count: int, stage: int) -> list[
         return list(tensors) if first else [None] * count
     here = parallel_state.get_pipeline_model_parallel_rank() == stage
     received: list[Tensor | None] = [None] * count
-    shapes = _from_stage([(tuple(t.shape), t.dtype) for t in tensors], stage)
+    shapes = from_stage([(tuple(t.shape), t.dtype) for t in tensors], stage)
     for index, (shape, dtype) in enumerate(shapes):
         if here:
             torch.distributed.send(tensors[index].contiguous(), group_dst=0, group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from nemo.lightning.pytorch.strategies.utils import init_model_parallel
 
+from nemo_flashrl.models.weight_probe import weight_probe
 from nemo_flashrl.weights.hf_folder import write_hf_folder
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 from workers.parity import Driver, make_run
@@ -29,6 +31,7 @@ class Journey:
     ranks: int
     overrides: tuple[str, ...]
     learning_rate: float = 0.0
+    probed: bool = False  # `target`.json gets token ids, and the log-probs of all but the first, of the live shards
 
 
 class OwnGroups(pl.Callback):
@@ -46,9 +49,14 @@ def main(trajectories: Path, *journeys: Journey) -> None:
             journey.source, journey.target, journey.vocab_size, driver, [OwnGroups()], journey.overrides, gate=False
         )
         model.hf_folder = None  # the weights come out of the NeMo checkpoint, through NeMo's own loader
-        nl.AutoResume(restore_config=nl.RestoreConfig(path=str(journey.nemo), load_optim_state=False)).setup(trainer)
+        restore = nl.RestoreConfig(path=str(journey.nemo), load_optim_state=False, load_artifacts=False)
+        nl.AutoResume(restore_config=restore).setup(trainer)
         model.optim.config.lr = journey.learning_rate
         trainer.fit(model, datamodule=data)
+        if journey.probed:
+            probe = weight_probe(trainer.strategy.megatron_parallel, journey.vocab_size)
+            if first:
+                journey.target.with_suffix(".json").write_text(json.dumps([probe.token_ids, probe.logprobs]))
         stream = stream_hf_tensors(unwrap(model), journey.vocab_size)
         if first:
             write_hf_folder(stream, journey.source, journey.target)
