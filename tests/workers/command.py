@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 
@@ -11,4 +12,6 @@ from nemo_flashrl.cli import main as flashrl
 def main(folder: Path, *arguments: str) -> int:
     """The command's exit code."""
     os.chdir(folder)
-    return flashrl(arguments)
+    code = flashrl(arguments)
+    atexit._run_exitfuncs()  # a rank of the tests ends without them
+    return code

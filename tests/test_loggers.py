@@ -1,0 +1,52 @@
+"""Weights & Biases gets what `metrics.jsonl` has."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_ranks
+
+from nemo_flashrl.diagnostics.json_lines import read_json_lines
+from nemo_flashrl.rehearsal.warm_start import make_warm_start
+
+BLOCK, HEADER = 32768, 7  # bytes
+WHOLE, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
+
+
+def offline_history(run: Path) -> list[dict[str, Any]]:
+    """The steps in the only offline run under `run`: protobuf records in the blocks of a LevelDB log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (file,) = run.glob("wandb/offline-run-*/run-*.wandb")
+    data, at, record, steps = file.read_bytes(), 7, b"", []  # behind the file's own header
+    while at < len(data):
+        if BLOCK - at % BLOCK < HEADER:  # no record begins in what is left of a block
+            at += BLOCK - at % BLOCK
+            continue
+        length, kind = struct.unpack_from("<4xHB", data, at)
+        part = data[at + HEADER : at + HEADER + length]
+        record, at = (part if kind in (WHOLE, FIRST) else record + part), at + HEADER + length
+        if kind in (WHOLE, LAST) and (history := Record.FromString(record).history.item):
+            steps.append({item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in history})
+    return steps
+
+
+def test_offline_run_has_the_same_values(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    model = make_warm_start(tmp_path / "model", steps=0)
+    settings = [f"output={tmp_path / 'run'}", f"model.path={model}", "trainer.steps=2", "rollout.batch_size=4"]
+    offline = ["trainer.wandb_project=tests", "cluster.environment.WANDB_MODE=offline"]
+    run_ranks(
+        1, "command", tmp_path, "train", "rehearsal", *settings, *offline, "+cluster.environment.WANDB_SILENT=true"
+    )
+    logged = offline_history(tmp_path / "run")
+    written = list(read_json_lines(tmp_path / "run/metrics.jsonl"))
+    assert len(logged) == len(written) == 2
+    for sent, line in zip(logged, written, strict=True):
+        numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        assert len(numbers) > 60
+        assert {name: sent[name] for name in numbers} == pytest.approx(numbers)
