@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from nemo_flashrl.diagnostics.progress import rewrite
 
 GRACE_SECONDS = 10.0
 LAST_LINES = 30
 PROGRESS = "step "
+_PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
 
 
 def run_training(
@@ -23,50 +27,70 @@ def run_training(
     """Run `flashrl train` in `processes` processes and wait for them.
 
     All they say goes to `log`; the lines of progress are shown as they come. They form a process group of their own,
-    which is ended as a whole when this process is interrupted.
+    which is ended as a whole when this process is interrupted (Ctrl-C, SIGTERM) or killed. Main thread only.
 
     Raises:
         RuntimeError: a process failed; the message holds the end of the log.
+        SystemExit: SIGTERM came.
     """
     command = [sys.executable, "-m"]
     if processes > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command += ["nemo_flashrl.cli", "train", config, *overrides]
+    live = sys.stdout.isatty()
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    with _sigterm_raises(), log.open("w") as file, _group(command, {**os.environ, **environment}) as group:
+        for line in group.stdout:
+            file.write(line)
+            last.append(line)
+            if line.startswith(PROGRESS):
+                print(rewrite(line.rstrip("\n")) if live else f"  {line}", end="", flush=True)
+        code = group.wait()
+        if live:
+            print()
+    if code != 0:
+        raise RuntimeError(f"training ended with exit code {code}; the whole log is in {log}\n{''.join(last)}")
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does; by default it would end this process and leave the group running."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _group(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen]:
     group = subprocess.Popen(
         command,
-        env={**os.environ, **environment},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
         start_new_session=True,
+        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
     )
-    live = sys.stdout.isatty()
-    last: deque[str] = deque(maxlen=LAST_LINES)
     try:
-        with log.open("w") as file:
-            for line in group.stdout:
-                file.write(line)
-                last.append(line)
-                if line.startswith(PROGRESS):
-                    print(rewrite(line.rstrip("\n")) if live else f"  {line}", end="", flush=True)
-        code = group.wait()
-        if live:
-            print()
+        yield group
     finally:
         end_group(group)
-    if code != 0:
-        raise RuntimeError(f"training ended with exit code {code}; the whole log is in {log}\n{''.join(last)}")
 
 
 def end_group(group: subprocess.Popen) -> None:
-    """End every process of a group: SIGTERM, then SIGKILL to what is left after a grace time."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    """End every process of a group: SIGTERM, then SIGKILL to what is left after a grace time or at a second signal."""
+    with contextlib.suppress(ProcessLookupError):
         try:
-            os.killpg(group.pid, number)
-        except ProcessLookupError:
-            return
-        try:
+            os.killpg(group.pid, signal.SIGTERM)
             group.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            continue
+            pass
+        finally:
+            os.killpg(group.pid, signal.SIGKILL)
