@@ -334,10 +334,16 @@ def test_a_prompt_without_room_is_refused_before_any_generation() -> None:
         (OSError("disk full"), "step: OSError: disk full"),
         (asyncio.CancelledError(), "step: cancelled itself"),
         (TimeoutError("of its own"), "step: TimeoutError: of its own"),
-        (60.0, "step: no answer in 0.2 s"),
+        (60.0, "step: no answer in 0.2 s (rollout.step_timeout)"),
         ("text", "step: TypeError: the answer is a str"),
-        (StepResult(observation=None), "step: TypeError: the answer is a StepResult, not"),
-        (StepResult(reward=float("nan")), "step: ValueError: the reward is nan"),
+        (StepResult(observation=b"> k"), "step: TypeError: StepResult.observation is a bytes, not a str"),
+        (StepResult(info=[]), "step: TypeError: StepResult.info is a list, not a dict"),
+        (StepResult(reward=float("nan")), "step: ValueError: the reward is nan, not within +-1000000"),
+        (StepResult(reward=-1.1e6), "step: ValueError: the reward is -1100000.0, not within +-1000000"),
+        (StepResult(reward=10**400), "step: ValueError: the reward is 1000"),
+        (StepResult(process_reward=1e300), "step: ValueError: the process reward is 1e+300, not within +-1000000"),
+        (StepResult(shaping={"a": 1e30}), "step: ValueError: the shaping term a is 1e+30, not within +-1000000"),
+        (StepResult(reward="1"), "step: TypeError: the reward is '1', not a number"),
         (StepResult(info={"score": {1, 2}}), "step: TypeError: the info is nothing that JSON can hold"),
         (SystemExit(3), "step: SystemExit: 3"),
         (OSError("x" * 10**6), "step: OSError: xxx"),
@@ -371,7 +377,7 @@ def test_one_that_swallows_its_cancellation_holds_up_nobody() -> None:
         return t
 
     t = asyncio.run(play_it())
-    assert (t.end_reason, t.info["error"]) == ("environment_error", "step: no answer in 0.1 s")
+    assert (t.end_reason, t.info["error"]) == ("environment_error", "step: no answer in 0.1 s (rollout.step_timeout)")
     assert environment.log[:3] == ["reset", "cancelled", "close"]
 
 

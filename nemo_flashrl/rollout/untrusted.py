@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from nemo_flashrl.environments.environment import Environment, Message, StepResult
@@ -13,6 +12,10 @@ from nemo_flashrl.environments.environment import Environment, Message, StepResu
 T = TypeVar("T")
 _GRACE = 1.0  # seconds for a call that was cancelled to tidy up; then it is left behind
 _LONGEST_ERROR = 1000  # characters of an error that are kept
+# Of a reward, process reward or shaping term. Gradients are proportional to them where nothing scales advantages, and
+# their squares have to stay far from fp32's 3e38, summed over a model's weights too; no task needs a wider scale.
+LARGEST_REWARD = 1e6
+_MESSAGES = "a list of messages like {'role': 'user', 'content': 'text'}"
 
 
 class EnvironmentFailure(Exception):
@@ -35,7 +38,7 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
             await asyncio.wait({call}, timeout=_GRACE)
             call.add_done_callback(lambda left: left.cancelled() or left.exception())  # nobody asks for it any more
     if late:
-        raise EnvironmentFailure(f"{name}: no answer in {timeout} s")
+        raise EnvironmentFailure(f"{name}: no answer in {timeout:g} s (rollout.step_timeout)")
     if call.cancelled():
         raise EnvironmentFailure(f"{name}: cancelled itself")
     return call.result()
@@ -44,29 +47,94 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
 async def _called(name: str, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...]) -> T:
     try:
         return await function(*arguments)
+    except EnvironmentFailure:
+        raise
     except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-        raise EnvironmentFailure(f"{name}: {what}") from error
+        raise EnvironmentFailure(f"{name}: {_in_words(error)}") from error
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR].removesuffix(": ")
+
+
+def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
+    """The tasks that the class makes of its settings, checked.
+
+    Raises:
+        ValueError: it makes none, or what it returns has no length and no index.
+    """
+    try:
+        tasks = environment.tasks(settings)
+    except ValueError as error:  # the environment's own word on its settings
+        raise ValueError(f"tasks: {error}") from error
+    except Exception as error:
+        raise ValueError(f"tasks: {_in_words(error)}") from error
+    if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
+        raise ValueError(f"tasks returns a {type(tasks).__name__}: it has to have a length and an index, a list say")
+    if len(tasks) == 0:
+        raise ValueError("there are no tasks: the prompt set is empty")
+    return tasks
+
+
+def made(make_environment: Callable[[], Environment]) -> Environment:
+    """A new environment; where its constructor fails, one whose `reset` says so."""
+    try:
+        return make_environment()
+    except (Exception, SystemExit) as error:
+        return _NotMade(f"__init__: {_in_words(error)}")
+
+
+class _NotMade:
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    async def reset(self, task: Any) -> list[Message]:
+        raise EnvironmentFailure(self._why)
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 async def reset(environment: Environment, task: Any) -> list[Message]:
     """The prompt, checked."""
     messages = await environment.reset(task)
-    if not messages or not all(isinstance(message["content"], str) for message in messages):
-        raise TypeError("the prompt is no list of messages with a text each")
+    if not isinstance(messages, list | tuple) or not messages:
+        kind = f"empty {type(messages).__name__}" if messages in ([], ()) else type(messages).__name__
+        raise TypeError(f"the prompt is a {kind}, not {_MESSAGES}")
+    for message in messages:
+        if not (isinstance(message, dict) and isinstance(message.get("content"), str)):
+            raise TypeError(f"the prompt holds {_shown(message)}, and has to be {_MESSAGES}")
     return list(messages)
 
 
 async def step(environment: Environment, action: str) -> StepResult:
     """The answer to an action, checked."""
     result = await environment.step(action)
-    if not (isinstance(result, StepResult) and isinstance(result.observation, str) and isinstance(result.info, dict)):
-        raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult with a text and a dict")
-    for name, value in {"reward": result.reward, "process reward": result.process_reward, **result.shaping}.items():
-        if not math.isfinite(value):
-            raise ValueError(f"the {name} is {value}")
+    if not isinstance(result, StepResult):
+        raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult")
+    for name, kind in (("observation", str), ("info", dict), ("shaping", dict)):
+        if not isinstance(getattr(result, name), kind):
+            value = getattr(result, name)
+            raise TypeError(f"StepResult.{name} is a {type(value).__name__}, not a {kind.__name__}")
+    shaping = {f"shaping term {name}": value for name, value in result.shaping.items()}
+    for name, value in {"reward": result.reward, "process reward": result.process_reward, **shaping}.items():
+        _check_reward(name, value)
     try:
         json.dumps(result.info)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"the info is nothing that JSON can hold: {error}") from error
     return result
+
+
+def _check_reward(name: str, value: Any) -> None:
+    try:
+        within = bool(abs(value) <= LARGEST_REWARD)  # NaN is not
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the {name} is {_shown(value)}, not a number") from error
+    if not within:
+        raise ValueError(f"the {name} is {_shown(value)}, not within +-{LARGEST_REWARD:.0f}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
