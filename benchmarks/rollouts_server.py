@@ -47,8 +47,7 @@ model: {{path: {folder}/model, context_length: 1024, precision: fp32}}
 environment: {{name: key_value_store}}
 rollout: {{engine: vllm, batch_size: 64}}
 """
-REQUESTS, TOKENS, ROUNDS = 64, 32, 48
-REFITS = 7
+REQUESTS, TOKENS = 64, 32
 
 
 def write_model(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
@@ -108,7 +107,7 @@ class Recorder:
         return await self.engine.generate(token_ids, sampling)
 
 
-async def overhead(folder: Path) -> None:
+async def overhead(folder: Path, rounds: int) -> None:
     """The same requests in short blocks, again and again in another order: the machine's moods fall on all alike."""
     tokenizer = make_tokenizer()
     write_model(folder, len(tokenizer), SMALL)
@@ -144,7 +143,7 @@ async def overhead(folder: Path) -> None:
             batch = await collector(engine).collect(0)
             return [t.token_ids[t.action_mask].tolist() for t in batch.trajectories]
 
-        blocks = await in_turns({"bare client": bare, "VLLMEngine": by_engine, "Collector": by_collector})
+        blocks = await in_turns({"bare client": bare, "VLLMEngine": by_engine, "Collector": by_collector}, rounds)
         await engine.close()
     print(json.dumps({name: compared(own, blocks["bare client"]) for name, own in blocks.items()}, indent=1))
 
@@ -152,11 +151,11 @@ async def overhead(folder: Path) -> None:
 Block = tuple[float, float, int]  # seconds, the client's CPU seconds, tokens
 
 
-async def in_turns(ways: dict[str, Callable[[], Awaitable[list[list[int]]]]]) -> dict[str, list[Block]]:
+async def in_turns(ways: dict[str, Callable[[], Awaitable[list[list[int]]]]], rounds: int) -> dict[str, list[Block]]:
     """Each way's blocks, one a round; all must get the same tokens."""
     blocks: dict[str, list[Block]] = {name: [] for name in ways}
     orders = list(itertools.permutations(ways))
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         answers = []
         for name in orders[number % len(orders)]:
             started, busy = time.perf_counter(), time.process_time()
@@ -184,7 +183,7 @@ def compared(own: list[Block], bare: list[Block]) -> dict[str, Any]:
     }
 
 
-async def refit(folder: Path) -> None:
+async def refit(folder: Path, rounds: int) -> None:
     """Weights that are gathered tensor by tensor, as from shards; memory is this process's own, from /proc."""
     vocab_size = 24000
     model = AutoModelForCausalLM.from_pretrained(write_model(folder, vocab_size, LARGE)).requires_grad_(False)
@@ -194,7 +193,7 @@ async def refit(folder: Path) -> None:
         engine = VLLMEngine([url], vocab_size)
         await engine.generate([1], Sampling(max_tokens=1))
         seconds, extra = [], []
-        for version in range(REFITS):
+        for version in range(rounds):
             for parameter in model.parameters():
                 parameter.add_(1e-3 * torch.randn_like(parameter))
             scores = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
@@ -231,6 +230,9 @@ def memory(name: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["overhead", "refit"])
+    parser.add_argument("--rounds", type=int, help="48 for overhead, 7 for refit")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        asyncio.run({"overhead": overhead, "refit": refit}[parser.parse_args().what](Path(name)))
+        run, rounds = {"overhead": (overhead, 48), "refit": (refit, 7)}[options.what]
+        asyncio.run(run(Path(name), options.rounds or rounds))
