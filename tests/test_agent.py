@@ -318,11 +318,13 @@ def test_limits_by_hand() -> None:
     assert (t.end_reason, t.turns, len(t.token_ids)) == ("token_limit", 1, 11)
 
 
-def test_a_prompt_without_room_is_refused_before_any_generation() -> None:
+def test_a_prompt_without_room_ends_before_any_generation() -> None:
     engine, environment = ScriptedEngine(GET), ScriptedEnvironment([DONE])
-    with pytest.raises(ValueError, match="prompt of 5 tokens leaves no room in max_context=5"):
-        play(engine, environment, max_context=5)
+    told = []
+    t = play(engine, environment, max_context=5, on_long_prompt=lambda *said: told.append(said))
+    assert (t.end_reason, t.turns, len(t.token_ids), t.action_count) == ("prompt_too_long", 0, 5, 0)
     assert engine.requests == []
+    assert told == [(0, 5)]
     assert environment.log == ["reset", "close"]
     with pytest.raises(ValueError, match="step_timeout=0"):
         Limits(step_timeout=0)

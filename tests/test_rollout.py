@@ -23,6 +23,7 @@ from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.rollout import Engine, TransformersEngine
 from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
+from nemo_flashrl.rollout.dropping import LongPrompts
 from nemo_flashrl.rollout.prompts import PromptStream
 from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
@@ -196,8 +197,60 @@ def test_empty_episodes_are_dropped_and_never_waited_for() -> None:
     always = collector(
         ScriptedEngine(GET), lambda: ScriptedEnvironment([], prompt=OSError("down")), batch_size=4, max_in_flight=4
     )
-    with pytest.raises(RuntimeError, match=r"'empty': 21.* none was usable.*last error: reset: OSError: down"):
+    with pytest.raises(ValueError, match=r"^21 traj.* none was usable \(21 empty\).*last error: reset: OSError: down$"):
         asyncio.run(always.collect(0))
+
+
+def test_a_constructor_that_fails_ends_its_episode_alone() -> None:
+    order = iter(range(1000))
+
+    def make() -> ScriptedEnvironment:
+        return ScriptedEnvironment([DONE]) if next(order) else 1 / 0
+
+    batch = asyncio.run(collector(ScriptedEngine(GET), make, batch_size=4, max_in_flight=4).collect(0))
+    assert numbers(batch) == [1, 2, 3, 4]
+    always = collector(ScriptedEngine(GET), lambda: 1 / 0, batch_size=1, max_in_flight=1)
+    with pytest.raises(ValueError, match=r"last error: __init__: ZeroDivisionError: division by zero$"):
+        asyncio.run(always.collect(0))
+
+
+class Lengthy(ScriptedEnvironment):
+    """Odd tasks have prompts of 500 tokens."""
+
+    async def reset(self, task: int) -> Any:
+        self.prompt = "k " * 500 if task % 2 else "Q k 2 9 :"
+        return await super().reset(task)
+
+
+@pytest.mark.parametrize("on_too_long", ["drop", "truncate"])
+def test_a_prompt_without_room_is_left_out_counted_and_told_of_once(on_too_long: str, capsys) -> None:
+    source = collector(ScriptedEngine(GET), lambda: Lengthy([DONE]), batch_size=4, max_in_flight=4, group_size=2)
+    tell = LongPrompts("my.Lengthy", 142, 0.1, on_too_long)
+    source._limits = replace(source._limits, on_long_prompt=tell)
+    batch = asyncio.run(source.collect(0))
+    tasks = [PromptStream(1000).task_index(index) for index in range(max(numbers(batch)) + 1)]
+    even = [index for index, task in enumerate(tasks) if task % 2 == 0]
+    assert len(even) == 2 and len(tasks) > 2
+    assert numbers(batch) == [even[0], even[0], even[1], even[1]]
+    metrics = batch.metrics
+    assert metrics["dropped_prompt_too_long"] == metrics["episodes_prompt_too_long"] == 2 * (len(tasks) - 2)
+    first = next(task for task in tasks if task % 2)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"environment.name='my.Lengthy': the prompt of task {first} has 500 tokens" in said
+    assert "model.context_length=142" in said and "batching.context_margin=0.1" in said
+
+
+def test_prompts_without_room_end_the_run_as_errors_or_in_a_row() -> None:
+    def source(on_too_long: str) -> Collector:
+        made = collector(ScriptedEngine(GET), lambda: Lengthy([DONE]), tasks=[1], batch_size=1, max_in_flight=1)
+        made._limits = replace(made._limits, on_long_prompt=LongPrompts("my.Lengthy", 142, 0.1, on_too_long))
+        return made
+
+    with pytest.raises(ValueError, match="of task 0 has 500 tokens .* or set batching.on_too_long=drop$"):
+        asyncio.run(source("error").collect(0))
+    with pytest.raises(ValueError, match=r"none was usable \(6 prompt_too_long\).*a prompt of 500 tokens .* in 128$"):
+        asyncio.run(source("drop").collect(0))
 
 
 def test_metrics_by_hand() -> None:

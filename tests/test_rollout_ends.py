@@ -81,4 +81,5 @@ def test_a_trainer_that_is_killed(model: Path, tmp_path: Path) -> None:
 
 def test_a_collector_that_dies_while_the_trainer_trains(model: Path, tmp_path: Path) -> None:
     said = train(tmp_path, model, "environment.settings.long_prompt=true", "rollout.mode=in_flight", exit_codes=(2,))
-    assert said.count("flashrl train: a prompt of 500 tokens leaves no room") == 1
+    assert said.count("flashrl train: environment.name='workers.troubled.Troubled': the prompt of task ") == 1
+    assert "has 500 tokens and leaves no room" in said and "batching.on_too_long=drop" in said

@@ -146,7 +146,7 @@ class BatchingConfig:
     max_tokens_per_microbatch: int = within(16384, 1)  # a longer trajectory goes alone
     layout: str = one_of("packed", "padded")  # one row, attention inside each trajectory | a row each
     context_margin: float = within(0.1, 0, 0.99)  # share of the context that episodes leave free
-    on_too_long: str = one_of("error", "truncate", "drop")  # what exceeds the context
+    on_too_long: str = one_of("error", "truncate", "drop")  # what exceeds the context; a prompt is not cut but dropped
 
 
 @dataclass

@@ -23,6 +23,7 @@ from nemo_flashrl.rollout.untrusted import EnvironmentFailure, ask, reset, step
 
 Summarize = Callable[[str, int], Awaitable[str]]  # (observation, tokens it may have) -> what stands in its place
 KEEP = ("head", "tail", "both")
+PROMPT_TOO_LONG = "prompt_too_long"  # the end of an episode that has not begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Limits:
     episode_timeout: float | None = None  # seconds for the whole episode, generation included
     keep_observation: str = "head"  # what stays of a longer answer: "head" | "tail" | "both", half of each
     summarize: Summarize | None = None  # asked for a shorter text before anything is cut
+    on_long_prompt: Callable[[int, int], None] | None = None  # told (task index, tokens) of one that leaves no room
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_context", "max_observation_tokens", "step_timeout", "episode_timeout"):
@@ -82,6 +84,7 @@ async def run_episode(
     limits: Limits,
     sampling: Sampling,
     *,
+    task_index: int = 0,
     prompt_index: int = 0,
     sample: int = 0,
     seed: int = 0,
@@ -90,11 +93,11 @@ async def run_episode(
 
     `sample` counts the episodes of one prompt; it, `seed`, `prompt_index` and the turn fix each request's randomness
     (`sampling.seed` is not used). A fault of the environment ends the episode with "environment_error", the reward so
-    far and `info["error"]`; `limits.episode_timeout` with "time_limit" and the turns that were complete.
+    far and `info["error"]`; `limits.episode_timeout` with "time_limit" and the turns that were complete; a
+    prompt that leaves no room in `limits.max_context` with "prompt_too_long" and no turn.
 
     Raises:
-        ValueError: the prompt leaves no room in `limits.max_context`.
-        Whatever the engine raises.
+        Whatever the engine or `limits.on_long_prompt` raises.
     """
     episode, identity = _Episode(), (seed, prompt_index, sample)
     timer = asyncio.timeout(limits.episode_timeout)
@@ -112,6 +115,8 @@ async def run_episode(
             await ask("close", limits.step_timeout, environment.close)
         except EnvironmentFailure as failure:
             episode.info["close_error"] = str(failure)
+    if end_reason == PROMPT_TOO_LONG and limits.on_long_prompt is not None:
+        limits.on_long_prompt(task_index, len(episode.prompt))
     return _trajectory(episode, end_reason, prompt_index, sampling.temperature)
 
 
@@ -135,10 +140,10 @@ async def _play(
     episode.messages = await ask("reset", limits.step_timeout, reset, environment, task)
     episode.prompt = _encoded("reset", codec.prompt_ids, episode.messages)
     if len(episode.prompt) >= limits.max_context:
-        raise ValueError(
-            f"a prompt of {len(episode.prompt)} tokens leaves no room in max_context={limits.max_context}: "
-            f"raise it or shorten the prompt"
+        episode.info["error"] = (
+            f"reset: a prompt of {len(episode.prompt)} tokens leaves no room for an answer in {limits.max_context}"
         )
+        return PROMPT_TOO_LONG
     for number in range(limits.max_turns):
         context = episode.context
         room = limits.max_context - len(context)

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from nemo_flashrl.records import Trajectory
+from nemo_flashrl.rollout.agent import PROMPT_TOO_LONG
 
 AGES = (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_up", 8, None))  # policy versions
-DROPS = ("too_old", "empty", "tied")
+DROPS = ("too_old", "empty", "tied", PROMPT_TOO_LONG)
 ENDS = ("done", "turn_limit", "token_limit", "environment_error")  # always there; others when they occur
 
 

@@ -28,8 +28,10 @@ from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
 from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.dropping import none_usable, reason_to_drop
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.prompts import PromptSource
+from nemo_flashrl.rollout.untrusted import made
 from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
@@ -100,14 +102,16 @@ class Collector:
     async def collect(self, policy_version: int) -> Batch:
         """The next batch, ordered by prompt index and sample number, for a trainer that is at `policy_version`.
 
-        A group with a trajectory older than `policy_version - max_staleness`, or without an action token, is dropped
-        and counted; its prompt is spent. So are the first `tied_group_replacements` groups whose rewards are all equal:
-        others are played in their place (DAPO's dynamic sampling, Yu et al. 2025, with a bound).
+        A group with a trajectory older than `policy_version - max_staleness`, without an action token, or with a prompt
+        that leaves no room for one, is dropped and counted; its prompt is spent. So are the first
+        `tied_group_replacements` groups whose rewards are all equal: others are played in their place (DAPO's dynamic
+        sampling, Yu et al. 2025, with a bound).
 
         Raises:
-            RuntimeError: every group of several batches' worth was dropped, or the collector is closed.
+            ValueError: every group of several batches' worth was dropped.
+            RuntimeError: the collector is closed.
             CollectionStopped: `stop` was called.
-            Whatever an episode raised: an engine's error, a prompt that is too long.
+            Whatever an episode raised: an engine's error, or `Limits.on_long_prompt`.
         """
         if self._closed:
             raise RuntimeError("the collector is closed")
@@ -209,7 +213,9 @@ class Collector:
         while self._ready and len(self._chosen) * self._group_size < self._batch_size:
             group = self._ready.popleft()
             ends.update(trajectory.end_reason for trajectory in group)
-            reason = self._reason_to_drop(group, policy_version, dropped)
+            oldest = None if self._max_staleness is None else policy_version - self._max_staleness
+            replace_tied = dropped["tied"] < self._replacements * self._group_size
+            reason = reason_to_drop(group, oldest, replace_tied=replace_tied)
             if reason is None:
                 self._chosen.append(group)
                 continue
@@ -219,23 +225,8 @@ class Collector:
             # A sound run drops at most what was finished when the policy moved on; more in a row never ends.
             at_most = self._group_size * (self._max_in_flight + self._replacements) + 4 * self._batch_size
             if not self._chosen and dropped.total() > at_most:
-                error = next((t.info["error"] for t in group if "error" in t.info), None)
-                raise RuntimeError(
-                    f"{dropped.total()} trajectories in a row were dropped ({dict(dropped)}) and none was usable"
-                    + (f"; the environment's last error: {error}" if error else "")
-                )
+                raise none_usable(dropped, group)
         return len(self._chosen) * self._group_size < self._batch_size
-
-    def _reason_to_drop(self, group: Group, policy_version: int, dropped: Counter[str]) -> str | None:
-        if not all(trajectory.action_count for trajectory in group):
-            return "empty"
-        oldest = min(trajectory.oldest_version for trajectory in group)
-        if self._max_staleness is not None and oldest < policy_version - self._max_staleness:
-            return "too_old"
-        tied = self._group_size > 1 and len({trajectory.reward for trajectory in group}) == 1
-        if tied and dropped["tied"] < self._replacements * self._group_size:
-            return "tied"
-        return None
 
     def _fill(self) -> None:
         """Begin episodes where there is room for them."""
@@ -260,11 +251,12 @@ class Collector:
         task = self._tasks[task_index]
         trajectory = await run_episode(
             self._engine,
-            self._make_environment(),
+            made(self._make_environment),
             task,
             self._codec,
             self._limits,
             self.sampling,
+            task_index=task_index,
             prompt_index=prompt_index,
             sample=sample,
             seed=self._seed,

@@ -13,6 +13,7 @@ from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.engine import Engine
+from nemo_flashrl.rollout.untrusted import made
 
 
 async def evaluate(
@@ -26,16 +27,20 @@ async def evaluate(
     samples: int = 1,
     seed: int = 0,
 ) -> list[Trajectory]:
-    """`samples` episodes of each task, all at once; in the order of `tasks`, those of a task together."""
+    """`samples` episodes of each task, all at once; in the order of `tasks`, those of a task together.
+
+    A task whose prompt leaves no room for an answer is one that was not solved.
+    """
     codec = Codec(tokenizer)
     episodes = [
         run_episode(
             engine,
-            make_environment(),
+            made(make_environment),
             task,
             codec,
             limits,
             sampling,
+            task_index=index,
             prompt_index=index,
             sample=sample,
             seed=seed,

@@ -14,6 +14,7 @@ from nemo_flashrl.plugins import load_function
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
+from nemo_flashrl.rollout.dropping import LongPrompts
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.evaluation import evaluate
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
@@ -30,7 +31,14 @@ def episode_limits(config: RunConfig) -> Limits:
         episode_timeout=rollout.episode_timeout,
         keep_observation=rollout.keep_observation,
         summarize=load_function(rollout.summarizer) if rollout.summarizer else None,
+        on_long_prompt=long_prompts(config),
     )
+
+
+def long_prompts(config: RunConfig, tasks: str = "task") -> LongPrompts:
+    """What becomes of prompts that leave no room for an answer."""
+    length, batching = config.model.context_length, config.batching
+    return LongPrompts(config.environment.name, length, batching.context_margin, batching.on_too_long, tasks)
 
 
 def episode_sampling(config: RunConfig, tokenizer: Any) -> Sampling:
@@ -90,7 +98,7 @@ def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[
     all_tasks = environment.tasks(settings)  # a sequence; slices are not asked of it
     tasks = [all_tasks[index] for index in range(min(asked.tasks, len(all_tasks)))]
     sampling = replace(episode_sampling(config, tokenizer), temperature=asked.temperature)
-    limits = episode_limits(config)
+    limits = replace(episode_limits(config), on_long_prompt=long_prompts(config, "held-out task"))
 
     async def play(engine: Engine) -> list[Trajectory]:
         return await evaluate(

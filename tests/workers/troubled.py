@@ -17,7 +17,7 @@ class Settings(key_value_store.Settings):
     folder: str = ""  # gets `trouble` when it begins and `closed-N` as episode N is closed
     sound: int = 16  # episodes before; the check at the start of a run plays at being eight
     seconds: float = 1e6  # that a step takes then
-    long_prompt: bool = False  # the prompt leaves no room in the context then, which ends the run
+    long_prompt: bool = False  # the prompt leaves no room in the context then
 
 
 class Troubled(KeyValueStore):

@@ -1,0 +1,66 @@
+"""What does not enter a batch, by reason (`batch_metrics.DROPS`), and when there is so much of it that a run ends."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_flashrl.records import Trajectory
+from nemo_flashrl.rollout.agent import PROMPT_TOO_LONG
+
+
+def reason_to_drop(group: Sequence[Trajectory], oldest_version: int | None, *, replace_tied: bool) -> str | None:
+    """Why a group may not be trained on, where nothing sampled before `oldest_version` is; None: it may."""
+    if any(trajectory.end_reason == PROMPT_TOO_LONG for trajectory in group):
+        return PROMPT_TOO_LONG
+    if not all(trajectory.action_count for trajectory in group):
+        return "empty"
+    if oldest_version is not None and min(trajectory.oldest_version for trajectory in group) < oldest_version:
+        return "too_old"
+    if replace_tied and len(group) > 1 and len({trajectory.reward for trajectory in group}) == 1:
+        return "tied"
+    return None
+
+
+def none_usable(dropped: Counter[str], last: Sequence[Trajectory]) -> ValueError:
+    """The end of a run in which group after group is dropped, `last` the last of them."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common())
+    error = next((t.info["error"] for t in last if "error" in t.info), None)
+    return ValueError(
+        f"{dropped.total()} trajectories in a row were dropped and none was usable ({reasons})"
+        + (f"; the environment's last error: {error}" if error else "")
+    )
+
+
+@dataclass
+class LongPrompts:
+    """Told of each prompt that leaves no room for an answer, so that `batching.on_too_long` holds for it too.
+
+    A prompt cannot be truncated, since no answer would be left: "truncate" leaves it out, as "drop" does.
+    """
+
+    environment: str
+    context_length: int
+    context_margin: float
+    on_too_long: str  # "error" | "truncate" | "drop"
+    tasks: str = "task"  # "held-out task"
+    told: bool = False
+
+    def __call__(self, task_index: int, tokens: int) -> None:
+        """
+        Raises:
+            ValueError: with "error"; else the first one is told of on stderr.
+        """
+        what = (
+            f"environment.name={self.environment!r}: the prompt of {self.tasks} {task_index} has {tokens} tokens and "
+            f"leaves no room for an answer in model.context_length={self.context_length}, of which "
+            f"batching.context_margin={self.context_margin:g} is kept free"
+        )
+        if self.on_too_long == "error":
+            raise ValueError(f"{what}: raise the length, shorten the prompt, or set batching.on_too_long=drop")
+        if not self.told:
+            self.told = True
+            rest = "it is left out, as others will be: dropped_prompt_too_long counts them"
+            print(f"rollouts: {what}; {rest}", file=sys.stderr, flush=True)
