@@ -51,7 +51,7 @@ ELSEWHERE = {  # command -> why it is not run here, and the file of the test tha
     r"torchrun": ("eight processes", "tests/test_rehearsal.py"),
     r"flashrl train textworld": ("a checkpoint of 4B", "tests/test_textworld.py"),
     r"flashrl serve-rollout": ("vLLM's environment", "tests/test_vllm_server.py"),
-    r"sbatch": ("Slurm", "tests/test_slurm_jobs.py"),
+    r"(?:[A-Z_]+=\S+ )*sbatch": ("Slurm", "tests/test_slurm_jobs.py"),
     r"srun .*flashrl train": ("Slurm", "tests/test_slurm_jobs.py"),
     r"srun .*flashrl doctor env": ("Slurm", "tests/test_node_check.py"),
     r"docker build": ("NVIDIA's registry", "tests/test_packaging.py"),
@@ -128,8 +128,9 @@ def test_what_runs_elsewhere_is_a_command(command: str) -> None:
         words = ["rehearse", *shlex.split(words[2].removeprefix("ARGS="))] if len(words) > 2 else []
     elif starts and words[0] != "nemo":
         words = words[starts[0] + 1 :]
-    elif words[0] == "sbatch" and "llama3_70b" in words:
-        words = ["train", "llama3_70b", *words[words.index("/shared/run") + 1 :], "output=/shared/run"]
+    elif "sbatch" in words and "/shared/run" in words:
+        output = words.index("/shared/run")
+        words = ["train", words[output - 1], f"output={words[output]}", *words[output + 1 :]]
     else:
         words = []
     if words:
