@@ -2,6 +2,7 @@
 
 <output>/config.yaml                     what the run was started with
 <output>/run.json                        what its checkpoints are bound to
+<output>/run.lock                        held by the run that is at work there
 <output>/checkpoints/step=5/             a Megatron distributed checkpoint (under weights/)
 <output>/checkpoints/step=5-unfinished   there while the folder beside it is written or removed
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from nemo_flashrl.config import RunConfig, load, save
 from nemo_flashrl.diagnostics.json_lines import read_json_lines
+from nemo_flashrl.run_lock import LOCK, locked
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside with everything saved; start it again
 EXIT_MONITOR = 3  # a limit of the run's own was reached: started again it goes on, and is stopped again
@@ -83,6 +85,21 @@ class RunFolder:
         """Tells a requeue that cannot see the exit code (torchrun hides it) that the run wants to go on."""
         return self.path / "preempted"
 
+    @contextlib.contextmanager
+    def held(self, by_this_rank: bool) -> Iterator[None]:
+        """Keep other runs out until the block ends; of one job's processes one does so for all.
+
+        Raises:
+            ValueError: another run is at work there, or was until after this one has read the folder.
+        """
+        if not by_this_rank:
+            yield
+            return
+        with locked(self.path):
+            if _read(self.config, self.bound_to) != self:
+                raise ValueError(f"output={self.config.output!r}: another run has just ended there: start again")
+            yield
+
     def begin(self) -> None:
         """Make the folder, or cut its records back to the checkpoint's step; on global rank 0 alone."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -104,9 +121,12 @@ def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:
     Raises:
         ValueError: the folder exists and holds no run, another run, or a complete one, or `checkpoint.resume` is false.
     """
+    return _read(config, bound_to(config, hf_config))
+
+
+def _read(config: RunConfig, own: Mapping[str, Any]) -> RunFolder:
     path = Path(config.output)
-    own = bound_to(config, hf_config)
-    if not path.exists():
+    if not path.exists() or (path.is_dir() and all(file.name == LOCK for file in path.iterdir())):
         return RunFolder(config, own)
     if not (path / "run.json").is_file():
         raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")

@@ -39,24 +39,25 @@ def train(config: RunConfig) -> Path:
     output = Path(config.output)
     first = int(os.environ.get("RANK", "0")) == 0
     report_conflicts(config, parts.algorithm, shown=first)
-    model = build_model(config, parts)
-    driver = build_driver(config, parts) if first else None
-    data = build_data(config, parts, driver)
-    trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder.step + 1)
-    resume(trainer, parts.folder)
-    try:
-        trainer.fit(model, datamodule=data)
-        if trainer.should_stop:
-            trainer.checkpoint_callback.raise_stop(trainer)
-        export(config, parts, model, output / "checkpoint")
-        export_reference(config, parts, model, trainer)
-    except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
-            raise end.__context__ from None
-        raise
-    finally:
-        if driver is not None:
-            driver.close()
+    with parts.folder.held(by_this_rank=first):
+        model = build_model(config, parts)
+        driver = build_driver(config, parts) if first else None
+        data = build_data(config, parts, driver)
+        trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder.step + 1)
+        resume(trainer, parts.folder)
+        try:
+            trainer.fit(model, datamodule=data)
+            if trainer.should_stop:
+                trainer.checkpoint_callback.raise_stop(trainer)
+            export(config, parts, model, output / "checkpoint")
+            export_reference(config, parts, model, trainer)
+        except SystemExit as end:
+            if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
+                raise end.__context__ from None
+            raise
+        finally:
+            if driver is not None:
+                driver.close()
     return output / "checkpoint"
 
 

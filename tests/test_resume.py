@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from processes import run_ranks
 
 from nemo_flashrl.config import load
 from nemo_flashrl.diagnostics.json_lines import append_json_line, read_json_lines
@@ -140,3 +146,66 @@ def test_a_complete_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
     (tmp_path / "run" / "checkpoint").mkdir()
     with pytest.raises(ValueError, match="holds a complete run: choose another folder"):
         open_(tmp_path / "run", "trainer.steps=100")
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from nemo_flashrl.run_lock import locked
+with locked(Path(sys.argv[1])):
+    if os.fork() == 0:  # a checkpoint writer that outlives its parent
+        time.sleep(60)
+        os._exit(0)
+    print("held", os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_run_at_a_time(run: Path) -> None:
+    """The second changes nothing; when the first is killed, the next goes on at once."""
+    opened = open_(run)
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert first.stdout.readline().split() == ["held", str(first.pid)]
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        with pytest.raises(ValueError) as refused, opened.held(by_this_rank=True):
+            pytest.fail("two runs in one folder")
+        assert str(refused.value) == (
+            f"output={str(run)!r}: in use by pid {first.pid} on host {socket.gethostname()}: wait for it, or name "
+            "another folder"
+        )
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+        with opened.held(by_this_rank=False):  # the first rank speaks for the others
+            pass
+        first.kill()
+        first.wait()
+        for _ in range(2):  # and a run that has ended leaves it free, in the same process too
+            with opened.held(by_this_rank=True):
+                opened.begin()
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.stdout.close()
+
+
+def test_what_is_read_is_read_again_when_the_folder_is_free(run: Path) -> None:
+    opened = open_(run)
+    write_checkpoint(run, 6)  # the other run's last
+    with pytest.raises(ValueError, match="another run has just ended there"), opened.held(by_this_rank=True):
+        pytest.fail("it would cut step 6 off")
+
+
+def test_a_folder_of_a_run_that_never_began_is_new(tmp_path: Path) -> None:
+    opened = open_(tmp_path / "run")
+    with opened.held(by_this_rank=True):
+        pass
+    assert open_(tmp_path / "run") == opened
+
+
+def test_ranks_that_have_read_different_checkpoints_stop_together() -> None:
+    said = run_ranks(2, "folder_steps", 3, 4)
+    line = (
+        "output='runs/first': its newest checkpoint is of step 4 to some processes and of step 3 to others: start again"
+    )
+    assert said.count(line) == 2

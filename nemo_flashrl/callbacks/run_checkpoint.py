@@ -71,6 +71,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """All ranks have read the folder before this. NeMo removes torn checkpoints, which may free a full disk."""
+        check_agreed(self.folder)
         super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero:
             self.folder.begin()
@@ -156,6 +157,20 @@ class RunCheckpoint(nl.ModelCheckpoint):
         old = [str(complete[step]) for step in sorted(complete)[: -self.keep]]
         for path in trainer.strategy.broadcast(old):
             self._remove_checkpoint(trainer, path)
+
+
+def check_agreed(folder: RunFolder) -> None:
+    """ValueError on all ranks where they have not all read the same; a collective.
+
+    One that was quick has read the folder before the run there ended and freed it, or its file system answers late.
+    """
+    steps = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(steps, folder.step, group=platform.object_group())
+    if min(steps) < max(steps):
+        raise ValueError(
+            f"output={folder.config.output!r}: its newest checkpoint is of step {max(steps)} to some processes and of "
+            f"step {min(steps)} to others: start again"
+        )
 
 
 def _reason(error: BaseException) -> str:
