@@ -52,6 +52,12 @@ SCENARIOS: dict[str, tuple[int, str, list[str]]] = {  # name -> processes, fault
     "too_old": (1, "", ["rollout.mode=async", "rollout.max_in_flight=64", "rollout.max_staleness=1"]),
     "trainer_is_slow": (1, "slow_training", ["rollout.mode=async", "rollout.max_in_flight=32"]),
     "few_for_two_ranks": (2, "", ["rollout.batch_size=2"]),
+    "one_answer_for_all": (
+        1,
+        "",
+        ["environment.name=workers.faulty.PaysForOnes", "trainer.steps=60", *FULL],
+    ),
+    "short_for_two_ranks": (2, "", ["parallel.context=2", "rollout.max_turns=2"]),  # 21 tokens are padded to 24
 }
 
 
@@ -64,7 +70,7 @@ def record(name: str, warm_start: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         fixed = [f"output={output}", f"model.path={warm_start}", "checkpoint.every_steps=0", *SHORT]
-        run_ranks(processes, "faulty", fault, "rehearsal", *fixed, *overrides)
+        run_ranks(processes, "faulty", fault, "rehearsal", *fixed, *overrides, timeout=1200)
         run = read_run(output)
     configuration = {key: value for key, value in run.configuration.items() if key != "output"}
     configuration["model"] = {**configuration["model"], "path": "warm_start"}

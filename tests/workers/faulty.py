@@ -22,6 +22,14 @@ class PaysForCalls(KeyValueStore):
         return dataclasses.replace(result, reward=0.2 * called, success=result.success)
 
 
+class PaysForOnes(KeyValueStore):
+    """An answer is paid by its digits that are 1, whatever was asked: one answer will do for all."""
+
+    async def step(self, action: str) -> StepResult:
+        result = await super().step(action)
+        return dataclasses.replace(result, reward=action.startswith("answer") * action.count("1") / 2)
+
+
 class ChangesItsScale(KeyValueStore):
     """From the 1000th episode on a success pays 50."""
 
