@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, set_field
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
 
@@ -25,12 +27,13 @@ def conf_folder() -> Path:
     return Path(__file__).parents[1] / "conf"
 
 
-def load(name_or_path: str, overrides: list[str] | None = None) -> RunConfig:
+def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded: Sequence[str] = ()) -> RunConfig:
     """Read and check a configuration.
 
     Args:
         name_or_path: a YAML file, or the name of one under `conf/experiment`.
         overrides: `key=value` in Hydra's grammar.
+        unneeded: text fields that are empty where neither the file nor an override sets them, instead of a refusal.
 
     Raises:
         ValueError: one line with field, value and remedy.
@@ -43,9 +46,17 @@ def load(name_or_path: str, overrides: list[str] | None = None) -> RunConfig:
         raise ValueError(f"configuration {name_or_path!r} is neither a .yaml file nor one of: {shipped}")
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
-            search = f"hydra.searchpath=[file://{conf_folder().resolve()}]"
-            raw = compose(path.stem, overrides=[search, *map(_hydra_override, overrides or [])])
+            shipped = QuotedString(f"file://{conf_folder().resolve()}", Quote.single).with_quotes()
+            search = f"hydra.searchpath=[{shipped}]"
+            given = [hydra_override(text, conf_folder(), path.parent) for text in overrides or []]
+            fields = [text for text in given if is_named_as_a_folder(text, path.parent)]
+            raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])
+        for text in fields:
+            set_field(raw, text)
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), raw)
+        for key in unneeded:
+            if OmegaConf.select(merged, key) is None:  # missing
+                OmegaConf.update(merged, key, "")
         config = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_one_line(error, path)) from error
@@ -61,20 +72,6 @@ def save(config: RunConfig, path: Path) -> None:
 def read_plain(path: Path) -> dict[str, Any]:
     """The keys of a configuration that `save` wrote, unchecked: an older version may have named them otherwise."""
     return OmegaConf.to_container(OmegaConf.load(path))
-
-
-def _hydra_override(override: str) -> str:
-    """A field that the file leaves at its default may be set too; the typed merge refuses what is no field.
-
-    `~key` takes out what the file sets: settings of an algorithm that another one does not know.
-    """
-    if override.startswith("~"):
-        return override
-    key, separator, _ = override.partition("=")
-    if not separator or not key:
-        raise ValueError(f"override {override!r} is not of the form key=value")
-    is_group = (conf_folder() / key).is_dir()
-    return override if is_group or not key[0].isalpha() else f"++{override}"
 
 
 def _one_line(error: Exception, path: Path) -> str:

@@ -1,0 +1,102 @@
+"""`key=value` of a command line -> an override in Hydra's grammar."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from nemo_flashrl.config.schema import RunConfig
+
+
+def hydra_override(text: str, conf: Path, own: Path) -> str:
+    """What Hydra is given for `text`; groups are folders of `conf`, with further files in the same folder of `own`.
+
+    A field that the file leaves at its default may be set too (`++`); the typed merge refuses what is no field. Where
+    the schema has a plain string, what Hydra's grammar cannot read, or reads as a list or a sweep, is that string.
+    `~key` takes out what the file sets: settings of an algorithm that another one does not know.
+
+    >>> hydra_override("output=runs/with space,and comma", conf_folder(), Path())
+    "++output='runs/with space,and comma'"
+
+    Raises:
+        ValueError: it is not of the form key=value, or its value cannot be read; says how to quote it.
+    """
+    if text.startswith("~"):
+        return text
+    key, separator, value = text.partition("=")
+    if not separator or not key:
+        raise ValueError(f"override {text!r} is not of the form key=value")
+    parsed = _parse(text)
+    if (conf / key).is_dir():
+        return _group_override(text, parsed, (conf / key, own / key))
+    if not key[0].isalpha():
+        if parsed is None:
+            raise ValueError(_unreadable(key, value))
+        return text
+    if parsed is None or parsed.is_sweep_override() or isinstance(parsed.value(), list | dict):
+        if _is_string(key) and value[:1] not in ("'", '"'):
+            return f"++{key}={QuotedString(value, Quote.single).with_quotes()}"
+        if parsed is None or parsed.is_sweep_override():
+            raise ValueError(_unreadable(key, value))
+    return f"++{text}"
+
+
+def is_named_as_a_folder(override: str, own: Path) -> bool:
+    """Whether Hydra would take the field for a group: `output`, where a folder of that name lies beside the file."""
+    return override.startswith("++") and (own / override[2:].partition("=")[0]).is_dir()
+
+
+def set_field(config: DictConfig, override: str) -> None:
+    """What Hydra does with `++key=value` where key is no group."""
+    parsed = OverridesParser.create().parse_override(override)
+    OmegaConf.update(config, parsed.key_or_group, parsed.value(), force_add=True)
+
+
+def _parse(text: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+
+
+def _group_override(text: str, parsed: Override | None, groups: Sequence[Path]) -> str:
+    """`model=qwen3_8b`: a file of a group, or null for none."""
+    key, _, value = text.partition("=")
+    chosen: Any = parsed.value() if parsed is not None and not parsed.is_sweep_override() else 0
+    known = sorted({file.stem for group in groups for file in group.glob("*.yaml")})
+    if chosen is not None and chosen not in known:
+        raise ValueError(f"{key}={value}: must be one of {', '.join(known)}; a field of it is set by {key}.FIELD=...")
+    return text
+
+
+def _unreadable(key: str, value: str) -> str:
+    kind = _type(key)
+    if kind in (int, float, bool, int | None, float | None, bool | None):
+        return f"{key}={value}: must be one {getattr(kind, '__name__', kind)}"
+    plain = value.strip("'\"")
+    quoted = QuotedString(plain, Quote.single).with_quotes()
+    if value.startswith("["):
+        quoted = "[" + ", ".join(f'"{part.strip()}"' for part in value.strip("[]").replace('"', "").split(",")) + "]"
+    shown = f"{key}={quoted}"
+    shown = shlex.quote(shown) if set(shown) & set('"$`\\!') else f'"{shown}"'
+    return f"{key}={value}: cannot be read; quote its text for the shell and once more inside: {shown}"
+
+
+def _is_string(key: str) -> bool:
+    return _type(key) in (str, str | None)
+
+
+def _type(key: str) -> Any:
+    """What the schema has at `key`; None inside plain mappings, and where there is no such field."""
+    owner: Any = RunConfig
+    for part in key.split("."):
+        owner = get_type_hints(owner).get(part) if dataclasses.is_dataclass(owner) else None
+    return owner
