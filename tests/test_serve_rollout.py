@@ -182,6 +182,13 @@ def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         assert f"port {port} of 127.0.0.1 cannot be used: Address already in use" in capsys.readouterr().err
 
 
+def test_no_output_is_needed(settings: str, capsys: pytest.CaptureFixture) -> None:
+    file = Path(settings)
+    file.write_text("".join(line for line in file.open() if not line.startswith("output")))
+    assert main(["serve-rollout", settings]) == 2
+    assert "vLLM is not installed for" in capsys.readouterr().err
+
+
 def test_servers_get_the_time_that_the_trainer_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     monkeypatch.setattr(

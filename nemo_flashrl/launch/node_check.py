@@ -52,7 +52,7 @@ class Look:
 
 def check_node(name: str | None, overrides: Sequence[str]) -> tuple[str, bool]:
     """(text, whether a run would fail here), for a configuration or, without one, for the defaults."""
-    config = load(name, ["output=''", "model.path=''", *overrides]) if name else RunConfig(output="")
+    config = load(name, overrides, unneeded=("output", "model.path")) if name else RunConfig(output="")
     looks = [*_devices(config), *_packages(config), *_variables(config, os.environ), *_limits(config)]
     looks += [*_output(config), *_ports(config)]
     looks += [Look(OK if fine else BAD, what, found) for what, fine, found in compare_hosts(config.output)]

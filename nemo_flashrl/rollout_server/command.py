@@ -37,7 +37,7 @@ def add_serve_rollout(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    run = config.load(options.config, options.overrides)
+    run = config.load(options.config, options.overrides, unneeded=("output",))  # servers leave nothing
     try:
         return serve(
             run,
