@@ -143,3 +143,17 @@ def test_the_page(tmp_path: Path, capsys) -> None:
         assert main(["plan", str(tmp_path), *wrong]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+
+
+def test_a_configuration_with_a_model_of_its_own(tmp_path: Path, capsys) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_8B))
+    run = "model: {path: %s, context_length: 8192}\nenvironment: {name: key_value_store}\nparallel: {tensor: 4}\n"
+    (tmp_path / "run.yaml").write_text("algorithm: {name: grpo}\n" + run % (tmp_path / "model"))
+    assert main(["plan", str(tmp_path / "run.yaml"), "cluster.device=H200"]) == 0
+    assert "8.03B parameters on 4 x H200: TP 4" in capsys.readouterr().out
+    (tmp_path / "model" / "config.json").write_text("{\n'no JSON'}")
+    for model in (tmp_path / "run.yaml", tmp_path / "model"):
+        assert main(["plan", str(model)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path}/model/config.json is not JSON (Expecting" in line

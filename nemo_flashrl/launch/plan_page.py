@@ -72,16 +72,21 @@ def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, A
     if file.suffix == ".json":
         if not file.is_file():
             raise ValueError(f"{model!r} holds no config.json: give a Hugging Face folder or a configuration")
-        return json.loads(file.read_text()), {}
+        return _read_json(file), {}
     from nemo_flashrl import config as configuration
 
-    # Neither an output nor a checkpoint is needed to reckon with.
-    run = configuration.load(model, ["output=''", "model.path=''", *overrides])
+    run = configuration.load(model, overrides, unneeded=("output", "model.path"))
     source = Path(run.model.path) / "config.json"
-    if not run.model.hf_config and not source.is_file():
+    if not run.model.hf_config and not (run.model.path and source.is_file()):
         raise ValueError(f"model.path={run.model.path!r} holds no config.json; model.hf_config may stand for it")
-    hf_config = run.model.hf_config or json.loads(source.read_text())
-    return hf_config, sizes_of(run)
+    return run.model.hf_config or _read_json(source), sizes_of(run)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): give a Hugging Face folder or its config.json") from error
 
 
 def sizes_of(run: RunConfig) -> dict[str, Any]:
