@@ -14,8 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from real_server import SIZES, VOCAB, rollout_python
+from tiny import write_model
 
 from nemo_flashrl.diagnostics.json_lines import read_metrics
+from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +85,9 @@ def shown(job: str) -> dict[str, str]:
 class Job:
     """A submitted job script whose two steps run these bash lines."""
 
-    def __init__(self, folder: Path, script: str, options: list[str], servers: str, trainer: str) -> None:
+    def __init__(
+        self, folder: Path, script: str, options: list[str], servers: str, trainer: str, *settings: str
+    ) -> None:
         self.folder = folder
         image = "image" if takes_containers() else ""  # pyxis' options too, where they are known
         for step, body in (("serve", servers), ("train", trainer)):
@@ -105,6 +110,7 @@ class Job:
             str(SCRIPTS / f"{script}.sbatch"),
             "rehearsal",
             str(folder / "run"),
+            *settings,
         ]
         self.id = subprocess.run(
             command, cwd=folder, env=environment, check=True, capture_output=True, text=True
@@ -120,7 +126,7 @@ class Job:
 
         _until(there, self)
 
-    def end(self) -> dict[str, str]:
+    def end(self, seconds: float = 240) -> dict[str, str]:
         def ended() -> bool:
             state = self.shown()["JobState"]
             if state == "PENDING":
@@ -129,7 +135,7 @@ class Job:
                 subprocess.run(["scontrol", "update", f"JobId={self.id}", "Comment=waiting"], capture_output=True)
             return state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
-        _until(ended, self)
+        _until(ended, self, seconds)
         return self.shown()
 
     def said(self) -> str:
@@ -202,16 +208,22 @@ def test_a_preempted_job_goes_on(cluster: Path, tmp_path: Path) -> None:
     assert job.logs()["trainer-3.log"].splitlines()[1:] == ["saved", "rank 3 of 4 on n2, start 1"]
 
 
-def test_training_over_two_hosts(cluster: Path, tmp_path: Path) -> None:
-    """Tensor parallel inside a host, pipeline stages across; the ranks find each other by Slurm's variables alone."""
-    model = make_warm_start(tmp_path / "model", steps=0)
+def test_a_run_over_three_hosts(cluster: Path, tmp_path: Path) -> None:
+    """A vLLM server on a node of its own; tensor parallel inside two others, pipeline stages across."""
+    python = rollout_python()
+    if python is None:
+        pytest.skip("no vLLM: `make rollout-venv` installs it")
+    make_tokenizer().save_pretrained(write_model(tmp_path / "model", vocab_size=VOCAB, **SIZES))
     sizes = ["parallel.tensor=2", "parallel.pipeline=2", "rollout.batch_size=8", "trainer.steps=2"]
-    train = ["flashrl", "train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={model}", *sizes]
-    step = ["srun", "--nodes=2", "--ntasks-per-node=2", "--label", *train]
-    done = subprocess.run(step, cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
+    settings = [f"model.path={tmp_path / 'model'}", "rollout.server_timeout=600", *sizes]
+    serve, train = f'exec env -u PYTHONPATH "{python.with_name("flashrl")}" "$@"', 'exec flashrl "$@"'
+    job = Job(tmp_path, "heterogeneous", ONE_OF_EACH_KIND, serve, train, "rollout=streaming", *settings)
+    ended = job.end(seconds=900)
+    assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), job.said() + str(job.logs())[-4000:]
     assert [metrics["step"] for metrics in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     assert (tmp_path / "run" / "checkpoint" / "model.safetensors").is_file()
+    served = job.logs()["servers-0.log"]
+    assert served.count('POST /update_weights HTTP/1.1" 200') >= 2  # the first weights, and those of step 1
 
 
 RUN = """
