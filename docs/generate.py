@@ -111,7 +111,7 @@ def shown_default(item: dataclasses.Field) -> str:
 
 def allowed(item: dataclasses.Field) -> str:
     if "choices" in item.metadata:
-        return ", ".join(f"`{choice}`" for choice in item.metadata["choices"])
+        return ", ".join(f"`{choice}`" if choice else "empty" for choice in item.metadata["choices"])
     if "range" not in item.metadata:
         return ""
     lowest, highest = item.metadata["range"]

@@ -14,6 +14,7 @@
     weights/         shards <-> Hugging Face names
     diagnostics/     what a run shows
     ablation/        one setting at a time, over seeds
+    arguments.py     types of the command line's arguments
     conflicts.py     settings that hide each other
     rehearsal/       the whole path, small, on a CPU
     launch/          processes and jobs

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_flashrl.ablation.command import add_ablate
+from nemo_flashrl.arguments import at_least
 from nemo_flashrl.diagnostics.commands import add_doctor, add_report
 from nemo_flashrl.launch.plan_command import add_plan
 from nemo_flashrl.rollout_server.command import add_serve_rollout
@@ -64,10 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     rehearse.add_argument(
         "--experiment", metavar="NAME", help="this one's own job instead, shrunk; its sizes replace those below"
     )
-    rehearse.add_argument("--tp", type=_positive, default=1, metavar="N", help="tensor-parallel size (default 1)")
-    rehearse.add_argument("--pp", type=_positive, default=1, metavar="N", help="pipeline-parallel size (default 1)")
-    rehearse.add_argument("--cp", type=_positive, default=1, metavar="N", help="context-parallel size (default 1)")
-    rehearse.add_argument("--dp", type=_positive, default=1, metavar="N", help="data-parallel size (default 1)")
+    rehearse.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="tensor-parallel size (default 1)")
+    rehearse.add_argument("--pp", type=at_least(1), default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    rehearse.add_argument("--cp", type=at_least(1), default=1, metavar="N", help="context-parallel size (default 1)")
+    rehearse.add_argument("--dp", type=at_least(1), default=1, metavar="N", help="data-parallel size (default 1)")
     rehearse.add_argument("--algorithm", default="flash_reinforce", metavar="NAME", help="flash_reinforce | grpo")
     rehearse.add_argument("--seed", type=int, default=0, metavar="N", help="of the warm start, the tasks and the run")
     rehearse.add_argument(
@@ -82,12 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     add_convert(commands)
     add_ablate(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return int(text)
 
 
 def _train(options: argparse.Namespace) -> int:

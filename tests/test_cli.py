@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from nemo_flashrl.cli import main
+from nemo_flashrl.config.schema import ClusterConfig
+from nemo_flashrl.launch.plan_devices import DEVICES
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 
 FLASHRL = [sys.executable, "-m", "nemo_flashrl.cli"]
@@ -70,6 +73,7 @@ BAD = {  # overrides -> what the line says
     "a fixed lag beside streaming": (["rollout.mode=async", "rollout.lag=1"], ["rollout.lag=1", "rollout.mode=sync"]),
     "staleness below the lag": (["rollout.lag=2", "rollout.max_staleness=1"], ["max_staleness=1", "rollout.lag=2"]),
     "mode that is none": (["rollout.mode=asink"], ["rollout.mode", "sync, async, in_flight"]),
+    "accelerator that is none": (["cluster.device=FOO"], ["cluster.device='FOO'", "H100"]),
     "negative seed": (["trainer.seed=-1"], ["trainer.seed=-1"]),
     "class that is no environment": (["environment.name=json.JSONDecoder"], ["json.JSONDecoder", "Settings"]),
     "no form of key=value": (["trainer.steps"], ["trainer.steps", "key=value"]),
@@ -88,6 +92,31 @@ def test_a_bad_request_is_one_line(flashrl, case: str, model: Path, tmp_path: Pa
     for word in words:
         assert word in lines[0]
     assert not output.exists()
+
+
+ARGUMENTS = {  # a command line -> what its last line says
+    "plan model --tp 0": "argument --tp: '0': must be a whole number of at least 1",
+    "plan model --microbatch -5": "argument --microbatch: '-5': must be a whole number of at least 1",
+    "plan model --lora-rank -1": "argument --lora-rank: '-1': must be a whole number of at least 0",
+    "plan model --action-share 1.5": "--action-share 1.5: must be above 0, at most 1",
+    "rehearse --tp two": "argument --tp: 'two': must be a whole number of at least 1",
+    "ablate rehearsal --vary a=b --seeds 0": "argument --seeds: '0': must be a whole number of at least 1",
+    "report model --output model": "argument --output: 'model': must name a file, and is a folder",
+    "report model --output=": "argument --output: '': must name a file",
+}
+
+
+@pytest.mark.parametrize("line", ARGUMENTS)
+def test_a_bad_argument_is_named(flashrl, line: str, model: Path, monkeypatch) -> None:
+    monkeypatch.chdir(model.parent)
+    code, _, err = flashrl(*line.split())
+    assert code == 2
+    assert err.strip().splitlines()[-1].endswith(ARGUMENTS[line])
+
+
+def test_devices_are_those_that_the_plan_knows() -> None:
+    device = next(field for field in dataclasses.fields(ClusterConfig) if field.name == "device")
+    assert device.metadata["choices"] == ("", *DEVICES)
 
 
 def test_more_context_ranks_than_tokens_are_refused(flashrl, model: Path, tmp_path: Path, monkeypatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nemo_flashrl.arguments import at_least
+
 
 def add_ablate(commands: argparse._SubParsersAction) -> None:
     """Declare `flashrl ablate`."""
@@ -25,10 +27,12 @@ def add_ablate(commands: argparse._SubParsersAction) -> None:
     ablate.add_argument(
         "--vary", action="append", required=True, metavar="KEY=V1,V2,...", help="a setting and its values; repeatable"
     )
-    ablate.add_argument("--seeds", type=int, default=3, metavar="N", help="trainer.seed 0 to N-1 of each (default 3)")
+    ablate.add_argument(
+        "--seeds", type=at_least(1), default=3, metavar="N", help="trainer.seed 0 to N-1 of each (default 3)"
+    )
     ablate.add_argument("--output", type=Path, default=Path("runs/ablation"), metavar="DIR", help="of all runs")
     ablate.add_argument("--measure", default=None, metavar="METRIC", help="default: evaluation_success, else success")
-    ablate.add_argument("--processes", type=int, default=1, metavar="N", help="of one run (default 1)")
+    ablate.add_argument("--processes", type=at_least(1), default=1, metavar="N", help="of one run (default 1)")
     ablate.add_argument("--plan", action="store_true", help="print the runs and how far they are; run nothing")
     ablate.set_defaults(run=_ablate)
 

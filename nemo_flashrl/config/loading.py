@@ -154,7 +154,7 @@ def _check_value(name: str, value: Any, allowed: Mapping[str, tuple]) -> None:
     if "range" in allowed and value is not None and not lowest <= value <= highest:
         raise ValueError(f"{name}={value!r}: must be at least {lowest:g}, at most {highest:g}")
     if value not in allowed.get("choices", (value,)):
-        raise ValueError(f"{name}={value!r}: must be one of {', '.join(allowed['choices'])}")
+        raise ValueError(f"{name}={value!r}: must be one of {', '.join(filter(None, allowed['choices']))}")
 
 
 def settings_of(plugin: type, given: dict[str, Any], where: str) -> Any:

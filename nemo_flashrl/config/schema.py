@@ -67,7 +67,7 @@ class ClusterConfig:
 
     nodes: int = within(1, 1)
     gpus_per_node: int = within(0, 0)  # 0: processes as they were started, on CPUs
-    device: str = ""  # a name that `flashrl plan` knows
+    device: str = one_of("", "A100", "A800", "H100", "H800", "H20", "H200", "B200")  # for `flashrl plan`; "": not said
     environment: dict[str, str] = field(default_factory=dict)  # of every process, where the variable is not set yet
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nemo_flashrl.arguments import file_to_write
+
 LOOKS = ("rewards", "groups")  # what `flashrl doctor` looks at before a run
 
 
@@ -19,7 +21,11 @@ def add_report(commands: argparse._SubParsersAction) -> None:
     )
     report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, still going on or ended")
     report.add_argument(
-        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="is replaced (default report.html)"
+        "--output",
+        type=file_to_write,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="is replaced (default report.html)",
     )
     report.set_defaults(run=_report)
 

@@ -29,8 +29,8 @@ def plan(options: argparse.Namespace) -> int:
     shape = model_shape(hf_config)
     asked = {key: value for key, value in vars(options).items() if value is not None}
     sizes = DEFAULTS | {"lora_targets": LAYERS[:2] if shape.experts else LAYERS} | given | asked
-    if not options.action_share > 0 or min(sizes["context"], sizes["batch"], sizes["head_chunk"]) < 1:
-        raise ValueError("--context, --batch, --head-chunk and --action-share must be above 0")
+    if not 0 < options.action_share <= 1:
+        raise ValueError(f"--action-share {options.action_share:g}: must be above 0, at most 1")
     device = find_device(sizes["device"])
     layout, tokens = layout_of(sizes, distributed_optimizer=not options.plain_optimizer)
     check_layout(shape, layout)
@@ -42,7 +42,7 @@ def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> t
     """The layout that sizes make, and the tokens of its microbatches. ValueError: the GPUs are no whole replicas."""
     model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
     gpus = sizes["gpus"] or model_ranks
-    if gpus % max(model_ranks, 1):
+    if gpus % model_ranks:
         raise ValueError(f"--gpus {gpus}: TP x PP x CP = {model_ranks} does not divide it")
     tokens = sizes["microbatch"] or sizes["context"]
     data = gpus // model_ranks
