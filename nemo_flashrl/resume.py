@@ -4,6 +4,7 @@
 <output>/run.json                        what its checkpoints are bound to
 <output>/run.lock                        held by the run that is at work there
 <output>/checkpoints/step=5/             a Megatron distributed checkpoint (under weights/)
+<output>/checkpoints/step=5/files.json   the bytes of each of its files, written last
 <output>/checkpoints/step=5-unfinished   there while the folder beside it is written or removed
 """
 
@@ -52,6 +53,7 @@ FREE = (
     "trainer.wandb_project",
     "monitors",
 )
+FILES = "files.json"
 RECORDS = ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl")
 
 
@@ -90,7 +92,8 @@ class RunFolder:
         """Keep other runs out until the block ends; of one job's processes one does so for all.
 
         Raises:
-            ValueError: another run is at work there, or was until after this one has read the folder.
+            ValueError: another run is at work there, or was until after this one has read the folder; or the checkpoint
+                to go on from is damaged.
         """
         if not by_this_rank:
             yield
@@ -98,6 +101,8 @@ class RunFolder:
         with locked(self.path):
             if _read(self.config, self.bound_to) != self:
                 raise ValueError(f"output={self.config.output!r}: another run has just ended there: start again")
+            if self.checkpoint is not None:
+                check_whole(self.checkpoint)
             yield
 
     def begin(self) -> None:
@@ -170,6 +175,27 @@ def complete_checkpoints(folder: Path) -> dict[int, Path]:
         if match and not unfinished and (path / "weights" / "metadata.json").is_file():
             found[int(match[1])] = path
     return found
+
+
+def record_files(checkpoint: Path) -> None:
+    """Write down how many bytes each file of a checkpoint has, when every rank has written its part."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != FILES)
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
+    with _written_whole(checkpoint / FILES) as staging:
+        staging.write_text(json.dumps(sizes, indent=2) + "\n")
+
+
+def check_whole(checkpoint: Path) -> None:
+    """ValueError names a file that is not as long as it was, and what to do; without a record nothing is known."""
+    if not (checkpoint / FILES).is_file():
+        return
+    for name, size in json.loads((checkpoint / FILES).read_text()).items():
+        path = checkpoint / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            *older, _ = ["the beginning", *(f"step={step}" for step in sorted(complete_checkpoints(checkpoint.parent)))]
+            what = "missing" if found is None else f"{found} of {size} bytes"
+            raise ValueError(f"{checkpoint} is damaged ({name}: {what}): remove that folder to go on from {older[-1]}")
 
 
 def cut_records(path: Path, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from processes import run_ranks
 
 from nemo_flashrl.config import load
 from nemo_flashrl.diagnostics.json_lines import append_json_line, read_json_lines
-from nemo_flashrl.resume import complete_checkpoints, cut_records, open_folder
+from nemo_flashrl.resume import complete_checkpoints, cut_records, open_folder, record_files
 
 HF_CONFIG = {"model_type": "qwen2", "vocab_size": 515, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -209,3 +210,22 @@ def test_ranks_that_have_read_different_checkpoints_stop_together() -> None:
         "output='runs/first': its newest checkpoint is of step 4 to some processes and of step 3 to others: start again"
     )
     assert said.count(line) == 2
+
+
+@pytest.mark.parametrize(("remains", "said"), [(b"0123", "4 of 10 bytes"), (None, "missing")])
+def test_a_damaged_checkpoint_is_named_with_what_to_do(run: Path, remains: bytes | None, said: str) -> None:
+    """The older ones have no record, as those of an earlier version, and are taken as they are."""
+    newest = write_checkpoint(run, 6)
+    tensors = newest / "weights" / "__0_0.distcp"
+    tensors.write_bytes(b"0123456789")
+    record_files(newest)
+    with open_(run).held(by_this_rank=True):
+        pass
+    tensors.unlink() if remains is None else tensors.write_bytes(remains)
+    with pytest.raises(ValueError) as refused, open_(run).held(by_this_rank=True):
+        pytest.fail("it cannot be read")
+    remedy = "remove that folder to go on from step=4"
+    assert str(refused.value) == f"{newest} is damaged (weights/__0_0.distcp: {said}): {remedy}"
+    shutil.rmtree(newest)
+    with open_(run).held(by_this_rank=True):
+        assert open_(run).step == 4

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemo_flashrl import platform
 from nemo_flashrl.callbacks.run_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
 from nemo_flashrl.diagnostics.monitors import Monitors
-from nemo_flashrl.resume import Preempted, RunFolder, StoppedByMonitor, complete_checkpoints
+from nemo_flashrl.resume import Preempted, RunFolder, StoppedByMonitor, complete_checkpoints, record_files
 
 
 class RunCheckpoint(nl.ModelCheckpoint):
@@ -141,7 +141,9 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
         try:
-            super()._save_checkpoint(trainer, filepath)
+            super()._save_checkpoint(trainer, filepath)  # ends with a barrier
+            if trainer.is_global_zero:
+                record_files(complete_checkpoints(self.folder.checkpoints)[trainer.global_step])
         except (OSError, CheckpointException, CheckpointingException) as error:  # the disk is not ours
             last = max(complete_checkpoints(self.folder.checkpoints), default=None)
             left = "no complete one is left" if last is None else f"the one of step {last} is complete and stays"
