@@ -98,7 +98,11 @@ def check(config: RunConfig) -> None:
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         for item in dataclasses.fields(values) if dataclasses.is_dataclass(values) else ():
-            _check_value(f"{section.name}.{item.name}", getattr(values, item.name), item.metadata)
+            name, value = f"{section.name}.{item.name}", getattr(values, item.name)
+            _check_value(name, value, item.metadata)
+            if item.type == "dict[str, float]":
+                for key, number in value.items():
+                    _check_value(f"{name}.{key}", number, {"range": (-math.inf, math.inf)})
     _check_mode(config.rollout)
     _check_group_size(config)
     _check_credit(config)
@@ -150,9 +154,12 @@ def _check_credit(config: RunConfig) -> None:
 
 
 def _check_value(name: str, value: Any, allowed: Mapping[str, tuple]) -> None:
-    lowest, highest = allowed.get("range", (-math.inf, math.inf))
-    if "range" in allowed and value is not None and not lowest <= value <= highest:
-        raise ValueError(f"{name}={value!r}: must be at least {lowest:g}, at most {highest:g}")
+    if "range" in allowed and value is not None:
+        lowest, highest = allowed["range"]
+        if not math.isfinite(value):
+            raise ValueError(f"{name}={value!r}: must be a finite number")
+        if not lowest <= value <= highest:
+            raise ValueError(f"{name}={value!r}: must be at least {lowest:g}, at most {highest:g}")
     if value not in allowed.get("choices", (value,)):
         raise ValueError(f"{name}={value!r}: must be one of {', '.join(filter(None, allowed['choices']))}")
 

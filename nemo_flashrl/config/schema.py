@@ -15,7 +15,7 @@ ABOVE_ZERO = 1e-12
 
 
 def within(default: Any, lowest: float, highest: float = math.inf) -> Any:
-    """A number from `lowest` to `highest`; None stays allowed where the type says so."""
+    """A finite number from `lowest` to `highest`; None stays allowed where the type says so."""
     return field(default=default, metadata={"range": (lowest, highest)})
 
 
@@ -78,8 +78,8 @@ class OptimizerConfig:
     learning_rate: float = within(1e-6, ABOVE_ZERO, 1)
     warmup_steps: int = within(4, 0)
     schedule: str = one_of("constant", "cosine")  # after the warm-up; cosine ends near 0 with the last step
-    beta1: float = within(0.9, 0, 1)
-    beta2: float = within(0.95, 0, 1)
+    beta1: float = within(0.9, 0, 1 - 1e-6)
+    beta2: float = within(0.95, 0, 1 - 1e-6)
     weight_decay: float = within(0.0, 0)
     clip_gradient: float = within(1.0, ABOVE_ZERO)
 
