@@ -1,13 +1,11 @@
 """Everything that can be refused before a model is built: plug-ins, prompts and settings of a configuration.
 
-The model and its layout are looked at in preflight_model. Reads small files only, imports no NeMo. Each refusal is a
-ValueError of one line: field, value, remedy.
+The model and its layout are looked at in preflight_model, tasks and prompts in preflight_environment. Reads small files
+only, imports no NeMo. Each refusal is a ValueError of one line: field, value, remedy.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,16 +17,13 @@ from nemo_flashrl import algorithms, environments
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.config import RunConfig, settings_of
-from nemo_flashrl.data.length_batcher import usable_context
 from nemo_flashrl.plugins import load_function
+from nemo_flashrl.preflight_environment import check_environment
 from nemo_flashrl.preflight_model import check_parallel, load_tokenizer, read_model
+from nemo_flashrl.preflight_wandb import check_wandb
 from nemo_flashrl.resume import RunFolder, open_folder
-from nemo_flashrl.rollout.codec import Codec
-from nemo_flashrl.rollout.setup import held_out, moving_group_size, temperature_schedule
+from nemo_flashrl.rollout.setup import moving_group_size, temperature_schedule
 from nemo_flashrl.rollout.vllm_engine import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
-
-ENVIRONMENT_MEMBERS = ("Settings", "tasks", "reset", "step", "close")
-CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
 
 
 @dataclass
@@ -49,11 +44,8 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     """Load and check what `config` names for a run of `world_size` processes."""
     if not config.output:
         raise ValueError("output='': name a folder for what the run leaves")
-    if config.trainer.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ValueError(
-            f"trainer.wandb_project={config.trainer.wandb_project!r}: the wandb package is not installed; install it "
-            "or leave the project empty"
-        )
+    if config.trainer.wandb_project:
+        check_wandb(config.trainer.wandb_project)
     data_parallel = check_parallel(config, world_size)
     _check_servers(config)
     hf_config = read_model(config, world_size)
@@ -74,26 +66,13 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     if config.rollout.summarizer:
         _load(load_function, config.rollout.summarizer, "rollout.summarizer")
     environment = _load(environments.load, config.environment.name, "environment.name")
-    missing = [name for name in ENVIRONMENT_MEMBERS if not hasattr(environment, name)]
-    if missing:
-        raise ValueError(
-            f"environment.name={config.environment.name!r} is no environment: it lacks {', '.join(missing)}"
-        )
-    settings = settings_of(environment, config.environment.settings, "environment")
-    tasks = environment.tasks(settings)
-    if len(tasks) == 0:
-        raise ValueError(f"environment.name={config.environment.name!r} has no tasks: the prompt set is empty")
-    _check_evaluation(config, environment, tokenizer)
-    parts = Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel, folder)
-    asyncio.run(_check_prompts(config, parts))
-    return parts
+    _check_evaluation(config)
+    settings, tasks = check_environment(config, environment, tokenizer)
+    return Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel, folder)
 
 
-def _check_evaluation(config: RunConfig, environment: type, tokenizer: Any) -> None:
-    if not config.evaluation.every_steps:
-        return
-    held_out(config, environment, tokenizer)
-    if config.reference.evaluate and config.rollout.mode != "sync":
+def _check_evaluation(config: RunConfig) -> None:
+    if config.evaluation.every_steps and config.reference.evaluate and config.rollout.mode != "sync":
         raise ValueError(
             f"rollout.mode={config.rollout.mode!r}: the sampler cannot serve the reference while episodes are in "
             "flight; set reference.evaluate=false, evaluation.every_steps=0 or rollout.mode=sync"
@@ -148,26 +127,6 @@ def check_monitors(config: RunConfig, group_size: int) -> None:
     for name in ("unique_samples", "distinct_answers"):
         if getattr(config.monitors, name) is not None and group_size == 1:
             raise ValueError(f"monitors.{name}={getattr(config.monitors, name)}: the algorithm has no groups; set null")
-
-
-async def _check_prompts(config: RunConfig, parts: Parts) -> None:
-    codec = Codec(parts.tokenizer)
-    for index in range(min(CHECKED_PROMPTS, len(parts.tasks))):
-        environment = parts.environment(parts.environment_settings)
-        try:
-            async with asyncio.timeout(config.rollout.step_timeout):
-                length = len(codec.prompt_ids(await environment.reset(parts.tasks[index])))
-        except Exception as error:  # the environment is not ours
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise ValueError(f"environment.name={config.environment.name!r}: reset of task {index}: {what}") from error
-        finally:
-            await environment.close()
-        margin = config.batching.context_margin
-        if length >= usable_context(config.model.context_length, margin):
-            raise ValueError(
-                f"model.context_length={config.model.context_length}: the prompt of task {index} has {length} tokens "
-                f"and leaves no room for an answer, with batching.context_margin={margin} of the context kept free"
-            )
 
 
 def _load(loader: Callable[[str], Any], name: str, where: str) -> Any:

@@ -53,14 +53,18 @@ class LongPrompts:
         Raises:
             ValueError: with "error"; else the first one is told of on stderr.
         """
-        what = (
-            f"environment.name={self.environment!r}: the prompt of {self.tasks} {task_index} has {tokens} tokens and "
-            f"leaves no room for an answer in model.context_length={self.context_length}, of which "
-            f"batching.context_margin={self.context_margin:g} is kept free"
-        )
+        what = self.what(task_index, tokens)
         if self.on_too_long == "error":
             raise ValueError(f"{what}: raise the length, shorten the prompt, or set batching.on_too_long=drop")
         if not self.told:
             self.told = True
             rest = "it is left out, as others will be: dropped_prompt_too_long counts them"
             print(f"rollouts: {what}; {rest}", file=sys.stderr, flush=True)
+
+    def what(self, task_index: int, tokens: int) -> str:
+        """What is wrong with it, in words."""
+        return (
+            f"environment.name={self.environment!r}: the prompt of {self.tasks} {task_index} has {tokens} tokens and "
+            f"leaves no room for an answer in model.context_length={self.context_length}, of which "
+            f"batching.context_margin={self.context_margin:g} is kept free"
+        )

@@ -18,6 +18,7 @@ from nemo_flashrl.rollout.dropping import LongPrompts
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.evaluation import evaluate
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
+from nemo_flashrl.rollout.untrusted import tasks_of
 
 
 def episode_limits(config: RunConfig) -> Limits:
@@ -82,11 +83,11 @@ def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
     )
 
 
-def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:
-    """What plays the tasks of `config.evaluation` with an engine.
+def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]]:
+    """Settings and tasks of `config.evaluation`.
 
     Raises:
-        ValueError: the tasks are those that training draws from.
+        ValueError: the tasks are those that training draws from, or there are none.
     """
     asked = config.evaluation
     settings = settings_of(environment, {**config.environment.settings, **asked.settings}, "evaluation")
@@ -95,8 +96,17 @@ def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[
             "evaluation.settings={}: name the environment's settings that make other tasks than those of training, "
             "another seed or path say"
         )
-    all_tasks = environment.tasks(settings)  # a sequence; slices are not asked of it
-    tasks = [all_tasks[index] for index in range(min(asked.tasks, len(all_tasks)))]
+    try:
+        all_tasks = tasks_of(environment, settings)  # a sequence; slices are not asked of it
+    except ValueError as error:
+        raise ValueError(f"evaluation.settings={asked.settings}: {error}") from error
+    return settings, [all_tasks[index] for index in range(min(asked.tasks, len(all_tasks)))]
+
+
+def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:
+    """What plays the tasks of `config.evaluation` with an engine. Raises as `held_out_tasks`."""
+    asked = config.evaluation
+    settings, tasks = held_out_tasks(config, environment)
     sampling = replace(episode_sampling(config, tokenizer), temperature=asked.temperature)
     limits = replace(episode_limits(config), on_long_prompt=long_prompts(config, "held-out task"))
 

@@ -99,8 +99,8 @@ async def reset(environment: Environment, task: Any) -> list[Message]:
     """The prompt, checked."""
     messages = await environment.reset(task)
     if not isinstance(messages, list | tuple) or not messages:
-        kind = f"empty {type(messages).__name__}" if messages in ([], ()) else type(messages).__name__
-        raise TypeError(f"the prompt is a {kind}, not {_MESSAGES}")
+        kind = "an empty" if isinstance(messages, list | tuple) else "a"
+        raise TypeError(f"the prompt is {kind} {type(messages).__name__}, not {_MESSAGES}")
     for message in messages:
         if not (isinstance(message, dict) and isinstance(message.get("content"), str)):
             raise TypeError(f"the prompt holds {_shown(message)}, and has to be {_MESSAGES}")
