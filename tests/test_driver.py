@@ -18,6 +18,7 @@ from doubles import ScriptedEngine, ScriptedEnvironment
 from test_rollout import DONE, GET, collector, numbers
 
 from nemo_flashrl.records import Batch
+from nemo_flashrl.rollout.collector import CollectionStopped
 from nemo_flashrl.rollout.draining import DrainingEngine
 from nemo_flashrl.rollout.driver import RolloutDriver
 
@@ -311,6 +312,44 @@ def test_what_hangs_does_not_keep_the_run_from_ending(start, monkeypatch, capsys
     asked = threading.Thread(target=collect_in_vain, args=(driver,), daemon=True)
     asked.start()
     until(lambda: driver.engine.requests)
+    driver.close()
+    assert "does not let go of its thread" in capsys.readouterr().err
+    release.set()
+    until(lambda: not driver._thread.is_alive())
+
+
+def test_a_blocked_loop_does_not_keep_collect_from_being_stopped(start, monkeypatch, capsys) -> None:
+    """What is saved then is the state after the last finished batch: its prompts are spent, no others begun."""
+    for name in ("STOP_SECONDS", "CLOSE_SECONDS"):
+        monkeypatch.setattr(f"nemo_flashrl.rollout.driver.{name}", 0.2)
+    release, blocked, order, raised = threading.Event(), threading.Event(), iter(range(100)), []
+
+    class Blocks(ScriptedEnvironment):
+        async def step(self, action: str) -> Any:
+            if next(order) >= 4:
+                blocked.set()
+                release.wait(DEADLINE)
+            return DONE
+
+    driver = start(make_environment=lambda: Blocks([]))
+    driver.collect(0)
+    driver.trained()
+    finished = driver.state_dict()
+
+    def collect() -> None:
+        try:
+            driver.collect(1)
+        except CollectionStopped as error:
+            raised.append(error)
+
+    asked = threading.Thread(target=collect, daemon=True)
+    asked.start()
+    assert blocked.wait(DEADLINE)
+    driver.stop_collecting()
+    asked.join(DEADLINE)
+    assert len(raised) == 1
+    assert driver.state_dict() == finished
+    assert finished["prompts"]["unfinished"] == []
     driver.close()
     assert "does not let go of its thread" in capsys.readouterr().err
     release.set()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -24,14 +25,16 @@ from torch import Tensor
 
 from nemo_flashrl.records import Batch
 from nemo_flashrl.rollout.batch_metrics import fault_metrics, rollout_metrics, staleness_metrics
+from nemo_flashrl.rollout.collector import CollectionStopped, Collector
 from nemo_flashrl.rollout.handover import Handover
 
 if TYPE_CHECKING:
-    from nemo_flashrl.rollout.collector import Collector
     from nemo_flashrl.rollout.engine import Engine
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0  # for the environments of the episodes in flight, and as long for the engine
+STOP_SECONDS = 5.0  # for the loop to end a `collect` that was asked to stop; then something holds its thread
+_LOOK_SECONDS = 0.5  # between two looks whether that was asked: a signal handler may take no lock to say so
 
 
 class RolloutDriver:
@@ -57,7 +60,9 @@ class RolloutDriver:
         self._handover = Handover()  # the last one
         self._broken: Future[None] = Future()  # done when something there tried to end the process
         self._broken.add_done_callback(lambda _: self._handover.stop())
-        self._closed = False
+        self._closed = self._held = False  # held: something keeps the loop's thread for itself
+        self._asked_to_stop: float | None = None  # when, on the monotonic clock
+        self._state = collector.state_dict()  # of the last finished batch, for when the loop cannot be asked
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -71,7 +76,7 @@ class RolloutDriver:
         if self._in_training is not None and self._used:
             return self._handed_over(self._in_training, policy_version, again=True)
         while len(self._ahead) <= self._lag:
-            batch = self._call(self.collector.collect(policy_version))
+            batch = self._collected(self._begin(self.collector.collect(policy_version)))
             if all(t.end_reason == "environment_error" for t in batch.trajectories):
                 error = batch.trajectories[0].info.get("error")
                 raise ValueError(
@@ -80,6 +85,15 @@ class RolloutDriver:
             self._ahead.append(batch)
         self._used = 0
         return self._handed_over(self._ahead.popleft(), policy_version)
+
+    def _collected(self, collecting: Future[Batch]) -> Batch:
+        """The batch; CollectionStopped also where the loop's thread is blocked and cannot raise it."""
+        while not wait({collecting, self._broken}, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED).done:
+            asked = self._asked_to_stop
+            if asked is not None and time.monotonic() - asked > STOP_SECONDS:
+                self._held = True
+                raise CollectionStopped
+        return self._result(collecting)
 
     def _handed_over(self, batch: Batch, policy_version: int, again: bool = False) -> Batch:
         if again:  # its drops and ends were counted the first time
@@ -106,7 +120,11 @@ class RolloutDriver:
         return fault_metrics(self._told - told)
 
     def stop_collecting(self) -> None:
-        """Let `collect` raise CollectionStopped, at once and from now on; may be called in a signal handler."""
+        """Let `collect` raise CollectionStopped, from now on; may be called in a signal handler.
+
+        At once, or after `STOP_SECONDS` where an environment blocks the loop's thread.
+        """
+        self._asked_to_stop = self._asked_to_stop or time.monotonic()
         if not self._closed:
             self._loop.call_soon_threadsafe(self.collector.stop)
 
@@ -116,8 +134,12 @@ class RolloutDriver:
         self._used += 1
         if self._used < self._uses:
             return
-        self._call(_soon(self.collector.trained, self._in_training))
+        self._state = self._call(_soon(self._finish, self._in_training))
         self._in_training = None
+
+    def _finish(self, batch: Batch) -> dict[str, Any]:
+        self.collector.trained(batch)
+        return self.collector.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, plain numbers, strings and lists; may be taken at any time.
@@ -125,7 +147,7 @@ class RolloutDriver:
         It belongs to the weights of the last step that was reported by `trained`. Prompts of episodes in flight, of
         batches collected ahead and of a batch with uses left are `unfinished`: they are sampled anew after a resume.
         """
-        return self._call(_soon(self.collector.state_dict))
+        return self._state if self._held else self._call(_soon(self.collector.state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, before the first `collect`.
@@ -134,6 +156,7 @@ class RolloutDriver:
             ValueError: it belongs to another number of tasks or another seed.
         """
         self._call(_soon(self.collector.load_state_dict, state))
+        self._state = self._call(_soon(self.collector.state_dict))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Serve new weights; on an error the old ones go on serving.
@@ -154,9 +177,9 @@ class RolloutDriver:
             return
         self._closed = True
         closing = self._begin(self._close())
-        wait({closing}, timeout=3 * CLOSE_SECONDS)
+        wait({closing}, timeout=CLOSE_SECONDS if self._held else 3 * CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(0 if self._held and not closing.done() else CLOSE_SECONDS)
         if self._thread.is_alive():
             print("rollouts: an environment does not let go of its thread; it is left behind", file=sys.stderr)
         else:
