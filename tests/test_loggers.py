@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,30 @@ def test_offline_run_has_the_same_values(tmp_path: Path) -> None:
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         assert len(numbers) > 60
         assert {name: sent[name] for name in numbers} == pytest.approx(numbers)
+
+
+CHECK = "from nemo_flashrl.preflight_wandb import check_wandb; check_wandb('tests')"
+
+
+def test_a_project_without_a_login_is_refused(tmp_path: Path) -> None:
+    """In processes of their own: wandb takes hold of the one that imports it."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
+    cases = (
+        ({}, "ValueError: trainer.wandb_project='tests': no login for https://"),
+        ({"WANDB_API_KEY": "short"}, "ValueError: trainer.wandb_project='tests': WANDB_API_KEY invalid"),
+        ({"WANDB_API_KEY": "0" * 40}, ""),
+        ({"WANDB_MODE": "offline"}, ""),
+        ({"RANK": "1"}, ""),
+    )
+    for given, words in cases:
+        done = subprocess.run(
+            [sys.executable, "-c", CHECK],
+            env={**plain, "HOME": str(tmp_path), "WANDB_BASE_URL": "https://127.0.0.1:9", **given},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == bool(words), done.stderr
+        assert done.stderr.strip().rpartition("\n")[2].startswith(words)
