@@ -93,6 +93,8 @@ def _train(options: argparse.Namespace) -> int:
     adopt_tasks()
     for name, value in settings.cluster.environment.items():  # before torch is imported, which reads some of them
         os.environ.setdefault(name, value)
+    if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
+        raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
     from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, Preempted, StoppedByMonitor
     from nemo_flashrl.train import train
 

@@ -182,6 +182,17 @@ def test_a_refusal_has_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_model_that_is_not_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from nemo_flashrl.cli import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'nemo', 'transformers'} & set(sys.modules))); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "train", "rehearsal", f"output={tmp_path / 'run'}", "model.path=/nowhere"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert done.stderr.startswith("flashrl train: model.path='/nowhere': no such folder")
+
+
 def descendants(marker: str) -> list[str]:
     listing = subprocess.run(["ps", "-eww", "-o", "pid,args"], capture_output=True, text=True).stdout
     return [line for line in listing.splitlines() if marker in line and "ps -eww" not in line]
