@@ -63,8 +63,13 @@ def test_an_episode_by_hand(url: str) -> None:
     t = play(url, 7, "7", observation_field=None)
     assert text_tokenizer().decode(t.token_ids[~t.action_mask]) == '{"text": "Guess a number."}'
     assert (t.reward, t.failed) == (1.0, False)
-    t = play(url, 7, "[", '{"message": "7"}', action_field=None)
-    assert (t.reward, t.turns) == (1.0, 2)
+
+
+def test_an_action_that_is_none_is_told_so_and_the_episode_goes_on(url: str) -> None:
+    t = play(url, 7, "[", "3", '{"guess": "7"}', '{"message": "7"}', action_field=None)
+    assert (t.reward, t.turns, t.end_reason) == (1.0, 4, "done")
+    told = text_tokenizer().decode(t.token_ids[~t.action_mask])
+    assert "Error: the action must be JSON" in told and "message: Field required" in told
 
 
 def test_sessions_are_apart(url: str) -> None:

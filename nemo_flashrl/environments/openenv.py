@@ -43,6 +43,10 @@ class Settings:
             )
 
 
+class InvalidActionError(Exception):
+    """The server does not know an action's fields: the policy's fault, which it may mend."""
+
+
 class OpenEnv:
     """One episode: one session."""
 
@@ -73,8 +77,11 @@ class OpenEnv:
         try:
             data = {name: action} if name is not None else json.loads(action)
         except (ValueError, RecursionError) as error:
-            return StepResult(observation=f"Error: the action must be JSON: {error}")
-        answer = await self._ask("step", data)
+            return StepResult(observation=f"Error: the action must be JSON: {error}", malformed=True)
+        try:
+            answer = await self._ask("step", data)
+        except InvalidActionError as error:
+            return StepResult(observation=f"Error: {error}", malformed=True)
         reward, done = float(answer["reward"] or 0), bool(answer["done"])
         self._reward += reward
         return StepResult(self._shown(answer), reward, done, self._reward >= self._settings.solved_at)
@@ -87,12 +94,21 @@ class OpenEnv:
             await self._client.close()
 
     async def _ask(self, kind: str, data: Any) -> dict[str, Any]:
-        """The data of the answer; RuntimeError where the server says "error", or hangs up."""
+        """The data of the answer.
+
+        Raises:
+            InvalidActionError: the action is not of the server's form; the session goes on.
+            RuntimeError: the server says "error" for another reason, or hangs up.
+        """
         await self._socket.send_json({"type": kind, "data": data})
         message = await self._socket.receive()
         if message.type != aiohttp.WSMsgType.TEXT:
             raise RuntimeError(f"the server ended the session ({message.type.name}: {message.data})")
         answer = json.loads(message.data)
+        if kind == "step" and answer["type"] == "error" and answer["data"].get("code") == "VALIDATION_ERROR":
+            raise InvalidActionError(
+                "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in answer["data"]["errors"])
+            )
         if answer["type"] != "observation":
             raise RuntimeError(f"the server answered {kind} with {json.dumps(answer)[:500]}")
         return answer["data"]
