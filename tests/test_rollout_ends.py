@@ -65,6 +65,16 @@ def test_sigterm_while_the_trainer_waits_for_a_batch(model: Path, tmp_path: Path
     assert set(range(17, 25)) <= closed(tmp_path)
 
 
+def test_sigterm_while_an_environment_blocks_the_event_loop(model: Path, tmp_path: Path) -> None:
+    """For days: what it holds is left behind, and the run ends as if it had answered."""
+    said = train(
+        tmp_path, model, "environment.settings.blocks=true", strike=signal.SIGTERM, exit_codes=(EXIT_PREEMPTED,)
+    )
+    assert "stopped by SIGTERM after step 1 of 6" in said
+    assert "does not let go of its thread" in said
+    assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
+
+
 def test_ctrl_c_while_the_trainer_waits_for_a_batch(model: Path, tmp_path: Path) -> None:
     said = train(tmp_path, model, strike=signal.SIGINT, exit_codes=(130,))
     assert said.count("flashrl train: interrupted") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ class Settings(key_value_store.Settings):
     folder: str = ""  # gets `trouble` when it begins and `closed-N` as episode N is closed
     sound: int = 16  # episodes before; the check at the start of a run plays at being eight
     seconds: float = 1e6  # that a step takes then
+    blocks: bool = False  # the event loop, for that time
     long_prompt: bool = False  # the prompt leaves no room in the context then
 
 
@@ -39,6 +41,8 @@ class Troubled(KeyValueStore):
     async def step(self, action: str) -> StepResult:
         if self.number > self.settings.sound:
             (Path(self.settings.folder) / "trouble").touch()
+            if self.settings.blocks:
+                time.sleep(self.settings.seconds)
             await asyncio.sleep(self.settings.seconds)
         return await super().step(action)
 
