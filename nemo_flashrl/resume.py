@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,7 @@ class RunFolder:
         self.preempted.unlink(missing_ok=True)
         for name in RECORDS:
             cut_records(self.path / name, self.step)
+        warn_of_gaps(self.path / "metrics.jsonl", self.step)
         for name in ("checkpoint", "reference"):
             if (self.path / name).exists():  # of a run that ended and now goes on
                 (self.path / name).rename(self.path / f"{name}-{self.step}")
@@ -204,6 +206,19 @@ def cut_records(path: Path, step: int) -> None:
         kept = [record for record in read_json_lines(path) if record["step"] <= step]
         with _written_whole(path) as staging:
             staging.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def warn_of_gaps(metrics: Path, step: int) -> None:
+    """A run goes on without the lines that a kill or a full disk has cost it, and says which steps they were."""
+    held = {record["step"] for record in read_json_lines(metrics)} if metrics.exists() else set()
+    lost = [number for number in range(1, step + 1) if number not in held]
+    if lost:
+        shown = ", ".join(map(str, lost[:10])) + (f" and {len(lost) - 10} more" if lost[10:] else "")
+        warnings.warn(
+            f"{metrics} lacks {'step' if len(lost) == 1 else 'steps'} {shown} of the {step} that the checkpoint has "
+            "trained: the run goes on, reports show a gap there",
+            stacklevel=2,
+        )
 
 
 def _check_same(config: RunConfig, own: Mapping[str, Any], path: Path) -> None:
