@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from processes import run_ranks
 from published_models import LLAMA_8B
 
@@ -93,9 +93,7 @@ def folder(tmp_path_factory) -> Path:
     """What the pages take for granted: a configuration, a warm start, an 8B model's config.json."""
     folder = tmp_path_factory.mktemp("pages")
     make_warm_start(folder / "warm_start", steps=0)
-    run = yaml.safe_load((ROOT / "conf/experiment/rehearsal.yaml").read_text())
-    run["model"]["path"] = "warm_start"
-    (folder / "my_run.yaml").write_text(yaml.safe_dump(run))
+    shutil.copy(ROOT / "examples/my_run.yaml", folder)
     (folder / "llama-8b").mkdir()
     (folder / "llama-8b/config.json").write_text(json.dumps(LLAMA_8B))
     return folder

@@ -6,12 +6,13 @@ import asyncio
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
 from nemo_flashrl import environments
-from nemo_flashrl.config import settings_of
+from nemo_flashrl.config import load, settings_of
 from nemo_flashrl.environments.environment import Environment
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -35,6 +36,15 @@ def test_my_environment_is_loaded_by_its_dotted_path(monkeypatch) -> None:
     assert (solved.reward, solved.done, solved.success) == (1.0, True, True)
     with pytest.raises(ValueError, match="environment.settings.larget"):
         settings_of(loaded, {"larget": 5}, "environment")
+
+
+def test_my_run_is_complete_and_the_one_that_the_page_shows() -> None:
+    run = load(str(EXAMPLES / "my_run.yaml"))
+    assert (run.output, run.model.path, run.algorithm.name) == ("runs/my_run", "warm_start", "flash_reinforce")
+    settings_of(environments.load(run.environment.name), run.environment.settings, "environment")
+    assert load(str(EXAMPLES / "my_run.yaml"), ["algorithm=grpo", "rollout=vllm"]).algorithm.name == "grpo"
+    page = (EXAMPLES.parent / "docs" / "configuration.md").read_text()
+    assert textwrap.indent((EXAMPLES / "my_run.yaml").read_text(), "    ") in page
 
 
 def test_my_environment_stays_short() -> None:
