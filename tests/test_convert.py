@@ -176,6 +176,9 @@ def _broken(root: Path, kind: str, source: Path) -> Path:
         save_file({**tensors, "model.layers.0.self_attn.o_proj.bias": torch.zeros(64)}, file)
     if kind == "lacking":
         save_file({k: v for k, v in tensors.items() if k != "model.norm.weight"}, file)
+    if kind == "lost":
+        tensors["model.layers.1.mlp.down_proj.weight"][2, 3] = float("nan")
+        save_file(tensors, file)
     if kind == "index":
         index = {"weight_map": dict.fromkeys(tensors, "model-00002-of-00002.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -191,6 +194,7 @@ REFUSED = {
     "corrupt": r"model.safetensors is not a whole safetensors file",
     "extra": "holds 'model.layers.0.self_attn.o_proj.bias', which no parameter of the model takes",
     "lacking": "holds no tensor 'model.norm.weight'",
+    "lost": "model.layers.1.mlp.down_proj.weight of ",
     "index": "names model-00002-of-00002.safetensors, which is not there",
     "wrong config": "which is (",
     "family": "supported: llama, mixtral, qwen2, qwen3, qwen3_moe (one entry in nemo_flashrl/models/families.py",

@@ -140,6 +140,12 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="a rank died"):
         write_hf_folder(broken(), source, tmp_path / "half")
+    tensors["model.norm.weight"][3], tensors["lm_head.weight"][0, 0] = float("inf"), float("nan")
+    read = []
+    stream = (read.append(name) or (name, tensor) for name, tensor in tensors.items())
+    with pytest.raises(ValueError, match=r"NaN or inf in lm_head\.weight \(and 1 more\)"):
+        write_hf_folder(stream, source, tmp_path / "half")
+    assert len(read) == len(tensors)  # the other ranks of a run wait for the stream's end
     assert [p.name for p in tmp_path.iterdir() if "half" in p.name] == []
 
 

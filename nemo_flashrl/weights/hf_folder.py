@@ -29,7 +29,8 @@ def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
     """Fill this rank's shard from a folder, in place. A collective of all ranks.
 
     Raises:
-        ValueError: names a tensor that is missing or misshapen, or one that no parameter of the model takes.
+        ValueError: names a tensor that is missing or misshapen or holds NaN or inf, or one that no parameter of the
+            model takes.
     """
     source = HfTensors(folder)
     layout = Layout.of(chunks_of(model)[0].config, vocab_size)
@@ -44,6 +45,8 @@ def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
         if shard.shape != parameter.shape:
             given, own = tuple(shard.shape), tuple(parameter.shape)
             raise ValueError(f"{', '.join(names)} of {folder} give {given} for {name}, which is {own}")
+        if not shard.isfinite().all():
+            raise ValueError(f"{', '.join(names)} of {folder}: NaN or inf among the weights; name another checkpoint")
         parameter.copy_(shard)
         used.update(names)
     _check_all_used(source, used, layout)
@@ -83,7 +86,7 @@ def write_hf_folder(
     in place of the source's; without one the source's goes along.
 
     Raises:
-        ValueError: the target exists, or cannot be written.
+        ValueError: the target exists or cannot be written, or a tensor holds NaN or inf.
     """
     with new_folder(target) as staging:
         dtypes = _write_tensors(stream, staging)
@@ -131,10 +134,13 @@ def _correct_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
 def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> set[torch.dtype]:
     """Returns the dtypes that were written."""
     dtypes: set[torch.dtype] = set()
+    broken: list[str] = []
     weight_map: dict[str, int] = {}
     part: dict[str, Tensor] = {}
     part_bytes = total_bytes = part_number = 0
     for name, tensor in stream:
+        if not tensor.isfinite().all():
+            broken.append(name)  # told at the stream's end, which the other ranks wait for
         size = tensor.numel() * tensor.element_size()
         if part and part_bytes + size > MAX_SHARD_BYTES:
             _save(part, folder / f"part-{part_number}")
@@ -144,6 +150,9 @@ def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> set[to
         weight_map[name] = part_number
         part_bytes += size
         total_bytes += size
+    if broken:
+        more = f" (and {len(broken) - 1} more)" if broken[1:] else ""
+        raise ValueError(f"NaN or inf in {broken[0]}{more}: no export is written of weights that answer nothing")
     _save(part, folder / f"part-{part_number}")
     if part_number == 0:
         (folder / "part-0").rename(folder / "model.safetensors")
