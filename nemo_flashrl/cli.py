@@ -96,6 +96,7 @@ def _train(options: argparse.Namespace) -> int:
     if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
         raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
     from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, Preempted, StoppedByMonitor
+    from nemo_flashrl.rollout.server_pool import NoServer
     from nemo_flashrl.train import train
 
     try:
@@ -108,6 +109,9 @@ def _train(options: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}", file=sys.stderr)
         return EXIT_MONITOR
+    except NoServer as error:
+        print(f"flashrl train: {error}", file=sys.stderr)
+        return 1
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.weights.hf_tensors import HfTensors
 
@@ -72,6 +73,7 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
             f"({hf_config['num_hidden_layers']})"
         )
     check_experts(config, hf_config, world_size)
+    check_lora(config, hf_config)
     if config.parallel.context > 1 and "yarn" in (hf_config.get("rope_scaling") or {}).values():
         raise ValueError(
             f"parallel.context={config.parallel.context}: Megatron cuts YaRN's positions wrong there; set it to 1"
@@ -96,6 +98,21 @@ def check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int)
     stage = world_size // config.parallel.pipeline
     if stage % expert:
         raise ValueError(f"parallel.expert={expert}: does not divide the {stage} processes of a pipeline stage")
+
+
+def check_lora(config: RunConfig, hf_config: dict[str, Any]) -> None:
+    """Refuse adapters beside layers that no model has, and such as hold more than the layer itself."""
+    lora, known = config.lora, LoraConfig().targets
+    if not lora.rank:
+        return
+    unknown = [target for target in lora.targets if target not in known]
+    if unknown or not lora.targets:
+        raise ValueError(f"lora.targets={lora.targets}: name some of {', '.join(known)}")
+    if lora.rank > hf_config["hidden_size"]:
+        raise ValueError(
+            f"lora.rank={lora.rank}: the model's hidden_size is {hf_config['hidden_size']}, and a product of more than "
+            "its rank is no low one; 8 to 64 is usual"
+        )
 
 
 def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:

@@ -16,6 +16,7 @@ from nemo_flashrl.cli import main
 from nemo_flashrl.config.schema import ClusterConfig
 from nemo_flashrl.launch.plan_devices import DEVICES
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.rollout.server_pool import NoServer
 
 FLASHRL = [sys.executable, "-m", "nemo_flashrl.cli"]
 
@@ -77,6 +78,8 @@ BAD = {  # overrides -> what the line says
     "a decay of everything": (["optimizer.weight_decay=inf"], ["optimizer.weight_decay=inf", "finite number"]),
     "a weight that is none": (["advantage.shaping.polite=nan"], ["advantage.shaping.polite=nan", "finite number"]),
     "moments that never move": (["optimizer.beta2=1.0"], ["optimizer.beta2=1.0", "at most 0.999999"]),
+    "adapters beside no layer": (["lora.rank=4", "lora.targets=[foo]"], ["lora.targets=['foo']", "linear_qkv"]),
+    "adapters larger than a layer": (["lora.rank=100000"], ["lora.rank=100000", "hidden_size is "]),
     "negative seed": (["trainer.seed=-1"], ["trainer.seed=-1"]),
     "class that is no environment": (["environment.name=json.JSONDecoder"], ["json.JSONDecoder", "Settings"]),
     "no form of key=value": (["trainer.steps"], ["trainer.steps", "key=value"]),
@@ -120,6 +123,15 @@ def test_a_bad_argument_is_named(flashrl, line: str, model: Path, monkeypatch) -
 def test_devices_are_those_that_the_plan_knows() -> None:
     device = next(field for field in dataclasses.fields(ClusterConfig) if field.name == "device")
     assert device.metadata["choices"] == ("", *DEVICES)
+
+
+def test_servers_that_do_not_come_up_are_one_line(flashrl, monkeypatch) -> None:
+    def train(config) -> None:
+        raise NoServer("no rollout server came up in 3 s: http://a:1")
+
+    monkeypatch.setattr("nemo_flashrl.train.train", train)
+    code, out, err = flashrl("train", "rehearsal", "output=x", "model.path=.")
+    assert (code, out, err) == (1, "", "flashrl train: no rollout server came up in 3 s: http://a:1\n")
 
 
 def test_more_context_ranks_than_tokens_are_refused(flashrl, model: Path, tmp_path: Path, monkeypatch) -> None:

@@ -25,6 +25,7 @@ from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rollout import Engine, SGLangEngine, VLLMEngine
 from nemo_flashrl.rollout.probe import Probe, ProbedWeights
+from nemo_flashrl.rollout.server_pool import NoServer
 
 LONG = 60.0  # seconds that nothing here comes near: a time-out of this length is a failed test
 
@@ -382,6 +383,6 @@ def test_what_the_engine_refuses_itself(pair: list[StandIn]) -> None:
 
 def test_server_that_never_comes(tmp_path: Path) -> None:
     over = VLLMEngine([f"http://127.0.0.1:{free_port()}"], V, timeout=0.5, weights_folder=tmp_path)
-    with pytest.raises(RuntimeError, match="no rollout server came up in 0.5 s.*Cannot connect"):
+    with pytest.raises(NoServer, match="no rollout server came up in 0.5 s.*Cannot connect"):
         run(over, over.generate([1], Sampling()))
     assert not list(tmp_path.iterdir())

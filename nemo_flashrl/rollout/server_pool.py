@@ -32,6 +32,10 @@ class Fault(Exception):
         self.reason = reason
 
 
+class NoServer(RuntimeError):
+    """No server came up in time; nothing is wrong with the run itself."""
+
+
 class Server:
     """One URL and what is known of it."""
 
@@ -75,7 +79,7 @@ class ServerPool:
         """Wait for every server and adopt it.
 
         Raises:
-            RuntimeError: one did not come up in time. ValueError: one was refused.
+            NoServer: one did not come up in time. ValueError: one was refused.
         """
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE)
         self._session = aiohttp.ClientSession(connector=connector)
@@ -90,7 +94,7 @@ class ServerPool:
         """The server with the least in flight, not `avoid` if there is another; waits for one while all are down.
 
         Raises:
-            RuntimeError: none came back in `timeout` seconds, or the pool is closed.
+            NoServer: none came back in `timeout` seconds. RuntimeError: the pool is closed.
         """
         if self._closed:
             raise RuntimeError("the engine is closed")
@@ -200,7 +204,7 @@ class ServerPool:
                     await asyncio.sleep(min(1.0, self._health_seconds))
         except TimeoutError as error:
             urls = ", ".join(server.url for server in servers)
-            raise RuntimeError(
+            raise NoServer(
                 f"no rollout server came up in {self.timeout:g} s: {urls}; the last fault: {last}"
             ) from error
 
