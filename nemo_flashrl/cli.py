@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import warnings
@@ -95,7 +96,7 @@ def _train(options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
         raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
-    from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, Preempted, StoppedByMonitor
+    from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, NotSaved, Preempted, StoppedByMonitor
     from nemo_flashrl.rollout.server_pool import NoServer
     from nemo_flashrl.train import train
 
@@ -109,8 +110,14 @@ def _train(options: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}", file=sys.stderr)
         return EXIT_MONITOR
-    except NoServer as error:
+    except (NoServer, NotSaved) as error:
         print(f"flashrl train: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = f"free some where output={settings.output!r} and temporary files go, and start the same command again"
+        print(f"flashrl train: no space is left ({error}): {free}", file=sys.stderr)
         return 1
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")

@@ -66,6 +66,10 @@ class StoppedByMonitor(Exception):
     """A limit of `monitors` was reached, and the run has saved itself; the message names it."""
 
 
+class NotSaved(Exception):
+    """A checkpoint could not be written; the message says why, and what is left."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """An output folder, and where the run in it stands."""

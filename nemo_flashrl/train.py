@@ -35,11 +35,11 @@ def train(config: RunConfig) -> Path:
     StoppedByMonitor when a limit was reached, both when everything is saved.
     """
     parts = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
-    platform.install()
     output = Path(config.output)
     first = int(os.environ.get("RANK", "0")) == 0
     report_conflicts(config, parts.algorithm, shown=first)
     with parts.folder.held(by_this_rank=first):
+        platform.install()
         model = build_model(config, parts)
         driver = build_driver(config, parts) if first else None
         data = build_data(config, parts, driver)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +18,7 @@ from nemo_flashrl.cli import main
 from nemo_flashrl.config.schema import ClusterConfig
 from nemo_flashrl.launch.plan_devices import DEVICES
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.resume import NotSaved
 from nemo_flashrl.rollout.server_pool import NoServer
 
 FLASHRL = [sys.executable, "-m", "nemo_flashrl.cli"]
@@ -203,6 +206,31 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_imported(tmp_path: Pa
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (2, "[]\n")
     assert done.stderr.startswith("flashrl train: model.path='/nowhere': no such folder")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NotSaved("the checkpoint of step 8 could not be written"), "the checkpoint of step 8 could not be written"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no space is left ([Errno 28] No space left on device"),
+    ],
+)
+def test_a_full_disk_is_one_line(flashrl, error, said: str, model: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("nemo_flashrl.train.prepare", Mock(side_effect=error))
+    code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={model}")
+    assert code == 1
+    (line,) = err.strip().splitlines()
+    assert line.startswith(f"flashrl train: {said}")
+
+
+def test_an_output_that_cannot_be_written_is_refused(flashrl, model: Path, tmp_path: Path) -> None:
+    """Before NeMo is imported; a read-only file system answers with another word than a file in a folder's place."""
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "run"
+    code, _, err = flashrl("train", "rehearsal", f"output={output}", f"model.path={model}")
+    assert code == 2
+    (line,) = err.strip().splitlines()
+    assert f"output='{output}': cannot be written ([Errno 20] Not a directory: '{output}')" in line
 
 
 def descendants(marker: str) -> list[str]:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemo_flashrl import platform
 from nemo_flashrl.callbacks.run_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
 from nemo_flashrl.diagnostics.monitors import Monitors
-from nemo_flashrl.resume import Preempted, RunFolder, StoppedByMonitor, complete_checkpoints, record_files
+from nemo_flashrl.resume import NotSaved, Preempted, RunFolder, StoppedByMonitor, complete_checkpoints, record_files
 
 
 class RunCheckpoint(nl.ModelCheckpoint):
@@ -148,7 +148,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
             last = max(complete_checkpoints(self.folder.checkpoints), default=None)
             left = "no complete one is left" if last is None else f"the one of step {last} is complete and stays"
             free = shutil.disk_usage(self.dirpath).free / 2**20
-            raise RuntimeError(
+            raise NotSaved(
                 f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath}, where "
                 f"{free:.0f} MiB are free ({_reason(error)}); {left}"
             ) from error
