@@ -24,6 +24,8 @@ from nemo_flashrl.preflight_wandb import check_wandb
 from nemo_flashrl.resume import RunFolder, open_folder
 from nemo_flashrl.rollout.setup import moving_group_size, temperature_schedule
 from nemo_flashrl.rollout.vllm_engine import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
+from nemo_flashrl.weights.hf_shapes import check_tensors
+from nemo_flashrl.weights.hf_tensors import HfTensors
 
 
 @dataclass
@@ -51,6 +53,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     hf_config = read_model(config, world_size)
     folder = open_folder(config, hf_config)
     tokenizer = load_tokenizer(config, hf_config["vocab_size"])
+    check_tensors(HfTensors(config.model.path), hf_config)
     algorithm_class = _load(algorithms.load, config.algorithm.name, "algorithm.name")
     algorithm = algorithm_class(settings_of(algorithm_class, config.algorithm.settings, "algorithm"))
     if config.rollout.batch_size % algorithm.group_size:

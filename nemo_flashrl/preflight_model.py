@@ -13,7 +13,15 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
-from nemo_flashrl.weights.hf_tensors import HfTensors
+
+NEEDED = (  # of every family's config.json
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 
 
 def check_parallel(config: RunConfig, world_size: int) -> int:
@@ -45,7 +53,7 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
 
 
 def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """The Hugging Face config of `model.path`, whose files are whole and which the layout can hold."""
+    """The Hugging Face config of `model.path`, which is whole and which the layout can hold."""
     folder = Path(config.model.path)
     if (folder / "context").is_dir() and (folder / "weights").is_dir():
         command = shlex.join(["flashrl", "convert", "nemo-to-hf", str(folder), f"{folder}-hf"])
@@ -63,6 +71,9 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
         hf_config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
+    missing = [name for name in NEEDED if not (isinstance(hf_config, dict) and hf_config.get(name))]
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(missing)}: copy it again")
     heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
     for name, value in (("num_attention_heads", heads), ("num_key_value_heads", groups or heads)):
         if value % config.parallel.tensor:
@@ -78,7 +89,6 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
         raise ValueError(
             f"parallel.context={config.parallel.context}: Megatron cuts YaRN's positions wrong there; set it to 1"
         )
-    HfTensors(config.model.path)  # whole files, or a ValueError
     limit = hf_config.get("max_position_embeddings", config.model.context_length)
     if config.model.context_length > limit:
         raise ValueError(

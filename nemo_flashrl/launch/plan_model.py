@@ -96,7 +96,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} cannot be planned; known: {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         return ModelShape(

@@ -55,6 +55,10 @@ class HfTensors:
         """Without reading the tensor."""
         return self._handles[name].get_slice(name)[:0].dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._handles[name].get_slice(name).get_shape())
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._handles:
             raise ValueError(
