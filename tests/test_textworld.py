@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import re
 from typing import Any
 
@@ -47,6 +48,35 @@ def test_episodes_begin_side_by_side(settings: Settings) -> None:
         return await asyncio.gather(*(TextWorld(settings).reset(5) for _ in range(8)))
 
     assert len({messages[0]["content"] for messages in asyncio.run(begin())}) == 1
+
+
+def test_a_game_is_not_freed_within_a_call(settings: Settings) -> None:
+    """A step that took too long is no longer awaited, and its thread is still in the interpreter."""
+    order, begun, go_on = [], threading.Event(), threading.Event()
+
+    class SlowGame:
+        def step(self, command: str) -> None:
+            begun.set()
+            go_on.wait(60)
+            order.append("step ends")
+
+        def close(self) -> None:
+            order.append("freed")
+
+    async def play_too_slowly() -> None:
+        environment = TextWorld(settings)
+        environment._game = SlowGame()
+        step = asyncio.create_task(environment.step("look"))
+        await asyncio.to_thread(begun.wait)
+        step.cancel()
+        closing = asyncio.create_task(environment.close())
+        await asyncio.sleep(0.1)
+        assert order == []
+        go_on.set()
+        await closing
+
+    asyncio.run(play_too_slowly())
+    assert order == ["step ends", "freed"]
 
 
 def test_odd_commands_do_no_harm(settings: Settings) -> None:

@@ -95,6 +95,9 @@ class TextWorld:
         self._settings = settings
         self._game: Any = None
         self._score = 0
+        # A call that nobody awaits any more runs on in its thread; the interpreter is C, and freed within one it would
+        # end the process.
+        self._turn = threading.Lock()
 
     @classmethod
     def tasks(cls, settings: Settings) -> Sequence[int]:
@@ -109,7 +112,7 @@ class TextWorld:
         command = _last_line(action)
         if not command or command.split()[0].lower() in _FORBIDDEN:
             return StepResult(observation="That is no command of this game.")
-        state, score, done = await asyncio.to_thread(self._game.step, command)
+        state, score, done = await asyncio.to_thread(self._step, command)
         reward, self._score = (score - self._score) / state.max_score, score
         info = {"won": bool(state.won), "score": score, "max_score": state.max_score}
         if done:
@@ -117,18 +120,27 @@ class TextWorld:
         return StepResult(observation=self._shown(state.feedback, state), reward=reward, success=False, info=info)
 
     async def close(self) -> None:
-        if self._game is not None:
-            self._game.close()
+        await asyncio.to_thread(self._end)
+
+    def _step(self, command: str) -> tuple[Any, int, bool]:
+        with self._turn:
+            return self._game.step(command)
+
+    def _end(self) -> None:
+        with self._turn:
+            if self._game is not None:
+                self._game.close()
 
     def _start(self, task: int) -> Any:
         infos = textworld.EnvInfos(
             objective=True, description=True, admissible_commands=True, max_score=True, won=True, lost=True
         )
-        file = game_file(self._settings, task)
-        with _PARSER:
-            self._game = textworld.start(str(file), infos)
-        self._score = 0
-        return self._game.reset()
+        with self._turn:
+            file = game_file(self._settings, task)
+            with _PARSER:
+                self._game = textworld.start(str(file), infos)
+            self._score = 0
+            return self._game.reset()
 
     def _shown(self, text: str, state: Any) -> str:
         text = re.sub(r"\n{3,}", "\n\n", _STATUS_LINE.sub("", text)).strip()
