@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import re
+import threading
 from typing import Any
 
 import pytest
