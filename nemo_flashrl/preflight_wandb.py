@@ -20,13 +20,13 @@ def check_wandb(project: str) -> None:
         return
     import wandb
 
-    settings = wandb.setup().settings
-    if settings.mode not in ("online", "shared") or "prompt" not in inspect.signature(wandb.login).parameters:
-        return  # nothing is sent, or a version that cannot be asked without a prompt
     try:
+        settings = wandb.setup().settings
+        if settings.mode not in ("online", "shared") or "prompt" not in inspect.signature(wandb.login).parameters:
+            return  # nothing is sent, or a version that cannot be asked without a prompt
         known = wandb.login(prompt=False, verify=False)
-    except wandb.errors.AuthenticationError as error:
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from error
+    except (ValueError, wandb.errors.AuthenticationError) as error:  # a value of WANDB_... that it does not take
+        raise ValueError(f"{where}: wandb says: {' '.join(str(error).split())}") from error
     if not known:
         raise ValueError(
             f"{where}: no login for {settings.base_url}; run `wandb login`, set WANDB_API_KEY, or WANDB_MODE=offline"

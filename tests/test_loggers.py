@@ -64,7 +64,8 @@ def test_a_project_without_a_login_is_refused(tmp_path: Path) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "NETRC"))}
     cases = (
         ({}, "ValueError: trainer.wandb_project='tests': no login for https://"),
-        ({"WANDB_API_KEY": "short"}, "ValueError: trainer.wandb_project='tests': WANDB_API_KEY invalid"),
+        ({"WANDB_API_KEY": "short"}, "ValueError: trainer.wandb_project='tests': wandb says: WANDB_API_KEY invalid"),
+        ({"WANDB_MODE": "of"}, "ValueError: trainer.wandb_project='tests': wandb says: 1 validation error"),
         ({"WANDB_API_KEY": "0" * 40}, ""),
         ({"WANDB_MODE": "offline"}, ""),
         ({"RANK": "1"}, ""),
