@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import re
-import warnings
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,10 +218,10 @@ def warn_of_gaps(metrics: Path, step: int) -> None:
     lost = [number for number in range(1, step + 1) if number not in held]
     if lost:
         shown = ", ".join(map(str, lost[:10])) + (f" and {len(lost) - 10} more" if lost[10:] else "")
-        warnings.warn(
+        print(  # NeMo keeps Python's warnings to itself
             f"{metrics} lacks {'step' if len(lost) == 1 else 'steps'} {shown} of the {step} that the checkpoint has "
             "trained: the run goes on, reports show a gap there",
-            stacklevel=2,
+            file=sys.stderr,
         )
 
 
