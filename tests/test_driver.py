@@ -279,6 +279,16 @@ def collect_in_vain(driver: RolloutDriver) -> None:
         driver.collect(0)
 
 
+def end_what_was_left_behind(driver: RolloutDriver) -> None:
+    """Here, and not by a garbage collection in the middle of another test."""
+    until(lambda: not driver._thread.is_alive())
+    tasks = asyncio.all_tasks(driver._loop)
+    for task in tasks:
+        task.cancel()
+    driver._loop.run_until_complete(asyncio.wait(tasks))
+    driver._loop.close()
+
+
 def test_what_hangs_does_not_keep_the_run_from_ending(start, monkeypatch, capsys) -> None:
     """An environment that never answers, its close neither, and one that blocks the thread for good."""
     monkeypatch.setattr("nemo_flashrl.rollout.driver.CLOSE_SECONDS", 0.2)
@@ -315,7 +325,7 @@ def test_what_hangs_does_not_keep_the_run_from_ending(start, monkeypatch, capsys
     driver.close()
     assert "does not let go of its thread" in capsys.readouterr().err
     release.set()
-    until(lambda: not driver._thread.is_alive())
+    end_what_was_left_behind(driver)
 
 
 def test_a_blocked_loop_does_not_keep_collect_from_being_stopped(start, monkeypatch, capsys) -> None:
@@ -353,4 +363,4 @@ def test_a_blocked_loop_does_not_keep_collect_from_being_stopped(start, monkeypa
     driver.close()
     assert "does not let go of its thread" in capsys.readouterr().err
     release.set()
-    until(lambda: not driver._thread.is_alive())
+    end_what_was_left_behind(driver)
