@@ -113,9 +113,7 @@ _ROLLOUT = (
     Metric("episodes_in_flight", "episodes", "running when the batch was complete"),
     Metric("queue_depth", "trajectories", "finished beside the batch, waiting for the trainer"),
     Metric("total_trajectories_*", "trajectories", "since the start of the run, as of the step before"),
-    Metric(
-        "servers_fallen", "servers", "left out in this step, its weight sync included", MACHINE
-    ),
+    Metric("servers_fallen", "servers", "left out in this step, its weight sync included", MACHINE),
     Metric("rollout_faults", "tries", "requests and weight syncs of this step that failed and were repeated", MACHINE),
     Metric("rollout_faults_*", "tries", "the same by reason, where there were any; `sync_*` are weight syncs", MACHINE),
     Metric("observations_truncated", "observations", "cut at rollout.max_observation_tokens"),
