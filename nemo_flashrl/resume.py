@@ -45,6 +45,7 @@ FREE = (
     "checkpoint",
     "parallel",
     "cluster",
+    "batching.on_too_long",  # what a run that ended on a long prompt is told to change
     "rollout.servers",
     "rollout.server_timeout",
     "rollout.weight_transfer",

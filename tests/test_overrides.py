@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_flashrl.config import load
+from nemo_flashrl.config import load, quoted
 
 GIVEN = ["output=runs/first", "model.path=here"]
 
@@ -17,6 +17,11 @@ GIVEN = ["output=runs/first", "model.path=here"]
 def test_text_is_taken_as_it_stands(text: str) -> None:
     assert load("rehearsal", [*GIVEN, f"output={text}"]).output == text
     assert load("rehearsal", [*GIVEN, f"rollout.weights_folder={text}"]).rollout.weights_folder == text
+
+
+@pytest.mark.parametrize("text", ["runs/it's", "null", "'q'", "12", "a\\", "[x]", "runs/ü, v"])
+def test_quoted_text_is_read_as_it_stands(text: str) -> None:
+    assert load("rehearsal", ["model.path=here", f"output={quoted(text)}"]).output == text
 
 
 def test_quotes_are_hydras() -> None:

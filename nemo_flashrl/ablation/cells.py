@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_flashrl import algorithms, environments
-from nemo_flashrl.config import RunConfig, load, read_plain, settings_of
+from nemo_flashrl.config import RunConfig, load, quoted, read_plain, settings_of
 
 BASELINE = "baseline"
 
@@ -63,7 +63,7 @@ def plan_cells(name: str, overrides: Sequence[str], vary: Sequence[str], seeds: 
     for seed in range(seeds):
         for variant, (change, steps) in variants.items():
             folder = output / re.sub(r"[^\w.=+-]+", "_", variant) / f"seed={seed}"
-            own = (*overrides, *change, f"trainer.seed={seed}", f"output='{folder}'")
+            own = (*overrides, *change, f"trainer.seed={seed}", f"output={quoted(folder)}")
             cells.append(Cell(variant, seed, folder, own, steps))
     if len({cell.folder for cell in cells}) < len(cells):
         raise ValueError(f"--vary {' '.join(vary)}: two values have the same name as a folder")

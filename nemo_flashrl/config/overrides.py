@@ -43,10 +43,15 @@ def hydra_override(text: str, conf: Path, own: Path) -> str:
         return text
     if parsed is None or parsed.is_sweep_override() or isinstance(parsed.value(), list | dict):
         if _is_string(key) and value[:1] not in ("'", '"'):
-            return f"++{key}={QuotedString(value, Quote.single).with_quotes()}"
+            return f"++{key}={quoted(value)}"
         if parsed is None or parsed.is_sweep_override():
             raise ValueError(_unreadable(key, value))
     return f"++{text}"
+
+
+def quoted(text: str | Path) -> str:
+    """A value that Hydra's grammar reads as this text, whatever is in it but `${`, which is OmegaConf's."""
+    return QuotedString(str(text), Quote.single).with_quotes()
 
 
 def is_named_as_a_folder(override: str, own: Path) -> bool:
@@ -81,11 +86,10 @@ def _unreadable(key: str, value: str) -> str:
     kind = _type(key)
     if kind in (int, float, bool, int | None, float | None, bool | None):
         return f"{key}={value}: must be one {getattr(kind, '__name__', kind)}"
-    plain = value.strip("'\"")
-    quoted = QuotedString(plain, Quote.single).with_quotes()
+    better = quoted(value.strip("'\""))
     if value.startswith("["):
-        quoted = "[" + ", ".join(f'"{part.strip()}"' for part in value.strip("[]").replace('"', "").split(",")) + "]"
-    shown = f"{key}={quoted}"
+        better = "[" + ", ".join(f'"{part.strip()}"' for part in value.strip("[]").replace('"', "").split(",")) + "]"
+    shown = f"{key}={better}"
     shown = shlex.quote(shown) if set(shown) & set('"$`\\!') else f'"{shown}"'
     return f"{key}={value}: cannot be read; quote its text for the shell and once more inside: {shown}"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_flashrl import algorithms
-from nemo_flashrl.config import RunConfig, load, settings_of
+from nemo_flashrl.config import RunConfig, load, quoted, settings_of
 from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.launch.processes import run_training
 from nemo_flashrl.preflight import prepare
@@ -60,7 +60,12 @@ def rehearse_experiment(name: str, output: Path, overrides: tuple[str, ...], see
     """
     if output.exists():
         raise ValueError(f"--output {str(output)!r} exists: a rehearsal never overwrites; choose another or remove it")
-    own = [f"output='{output / 'run'}'", f"model.path='{output / 'model'}'", f"trainer.seed={seed}", *overrides]
+    own = [
+        f"output={quoted(output / 'run')}",
+        f"model.path={quoted(output / 'model')}",
+        f"trainer.seed={seed}",
+        *overrides,
+    ]
     full = _with_a_model(name, own)
     changes = small_overrides(full, _group_size(full))
     data_parallel = small_data_parallel(full)

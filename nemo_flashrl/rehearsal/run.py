@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_flashrl.config import RunConfig, load
+from nemo_flashrl.config import RunConfig, load, quoted
 from nemo_flashrl.launch.processes import run_training
 from nemo_flashrl.preflight import Parts, prepare
 from nemo_flashrl.rehearsal.summary import Check, Summary
@@ -87,8 +87,8 @@ def rehearse(rehearsal: Rehearsal) -> Summary:
 def _overrides(rehearsal: Rehearsal) -> list[str]:
     return [
         f"algorithm={rehearsal.algorithm}",
-        f"output='{rehearsal.output / 'run'}'",
-        f"model.path='{rehearsal.output / 'warm_start'}'",
+        f"output={quoted(rehearsal.output / 'run')}",
+        f"model.path={quoted(rehearsal.output / 'warm_start')}",
         f"parallel.tensor={rehearsal.tensor}",
         f"parallel.pipeline={rehearsal.pipeline}",
         f"parallel.context={rehearsal.context}",
