@@ -26,22 +26,40 @@ from nemo_flashrl.rollout import AdapterEngine
 EXACT = 1e-4  # nats, fp32 on both sides
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}
 RANK, ALPHA = 4, 10.0
+WIDE = {"num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM on a CPU serves no head size below 32
+FAMILIES = {
+    "llama": WIDE,
+    "qwen2": WIDE,
+    "qwen3": {"tied": True, "rope_scaling": YARN},  # heads x head size is twice the hidden size
+    "qwen3_moe": {},
+    "mixtral": WIDE,
+}
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory) -> Path:
-    """Qwen 3, tied, YaRN, heads x head size twice the hidden size: to NeMo, TP2 x PP2, a still step, back."""
+def ends(tmp_path_factory) -> dict[str, Path]:
+    """Of every family: to NeMo, TP2 x PP2, a still step, back; beside each folder what its live shards say."""
     if rollout_python() is None:
         pytest.skip("vLLM is not installed here: `make rollout-venv` does it on Linux x86-64")
     root = tmp_path_factory.mktemp("exported")
-    source = write_model(root / "source", "qwen3", tied=True, rope_scaling=YARN, max_position_embeddings=CONTEXT)
-    make_tokenizer().save_pretrained(source)
-    run_ranks(1, "convert", root / "answers.json", ("hf_to_nemo", source, root / "nemo"))
+    for family, fields in FAMILIES.items():
+        write_model(root / family, family, max_position_embeddings=CONTEXT, **fields)
+        make_tokenizer().save_pretrained(root / family)
+    conversions = [("hf_to_nemo", root / family, root / f"{family}-nemo") for family in FAMILIES]
+    run_ranks(1, "convert", root / "answers.json", *conversions)
     (root / "trajectories.pkl").write_bytes(pickle.dumps(random_trajectories(8, VOCAB, seed=3)))
-    sizes = ("parallel.tensor=2", "parallel.pipeline=2", "model.precision=fp32")
-    journey = Journey(source, root / "nemo", root / "end", VOCAB, 4, sizes, probed=True)
-    run_ranks(4, "journeys", root / "trajectories.pkl", journey)
-    return journey.target
+    sizes = ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "model.precision=fp32")
+    journeys = {
+        family: Journey(root / family, root / f"{family}-nemo", root / f"{family}-end", VOCAB, 4, sizes, probed=True)
+        for family in FAMILIES
+    }
+    run_ranks(4, "journeys", root / "trajectories.pkl", *journeys.values())
+    return {family: journey.target for family, journey in journeys.items()}
+
+
+@pytest.fixture(scope="module")
+def exported(ends: dict[str, Path]) -> Path:
+    return ends["qwen3"]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +79,20 @@ def post(server: RealServer, path: str, body: dict[str, Any]) -> bytes:
 
 
 def test_the_folder_answers_as_the_live_shards_do(server: RealServer, exported: Path) -> None:
+    compare(server, exported)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+def test_a_folder_of_any_family_answers(ends: dict[str, Path], family: str) -> None:
+    server = RealServer(ends[family])
+    try:
+        server.wait()
+        compare(server, ends[family])
+    finally:
+        server.end()
+
+
+def compare(server: RealServer, exported: Path) -> None:
     token_ids, expected = json.loads(exported.with_suffix(".json").read_text())
     sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
     answer = json.loads(post(server, "/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling}))
