@@ -85,7 +85,7 @@ def test_an_episode_keeps_turns_shaping_and_malformed_actions() -> None:
     assert (episode.turn_rewards, episode.malformed, episode.end_reason) == ((0.75, 0.0), False, "environment_error")
     nan = ScriptedEnvironment([StepResult(shaping={"cost": float("nan")})])
     episode = asyncio.run(run_episode(ScriptedEngine(get), nan, *arguments))
-    assert "the cost is nan" in episode.info["error"]
+    assert "the shaping term cost is nan" in episode.info["error"]
 
 
 @pytest.mark.parametrize("way", ["observation", "end"])

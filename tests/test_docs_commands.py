@@ -24,7 +24,7 @@ PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
 PROGRAMS = r"(?:[A-Z_]+=\S+ )*(?:flashrl|make|torchrun|python|sbatch|srun|docker|nemo|pip) "
 
 RUN = {  # command -> what is added so that it ends in seconds, and the exit codes that are right here
-    r"flashrl train (my_run.yaml|rehearsal)": ("trainer.steps=1 rollout.batch_size=4 rollout.max_turns=2", (0,)),
+    r"flashrl train (my_run.yaml|rehearsal)": ("trainer.steps=1 rollout.batch_size=8 rollout.max_turns=2", (0,)),
     r"flashrl plan": ("", (0,)),
     r"flashrl report": ("", (0,)),
     r"flashrl doctor runs/": ("", (0, 1)),  # a run of one step may show anything

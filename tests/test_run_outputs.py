@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import random_trajectories
@@ -40,6 +41,9 @@ class Collector:
 
     async def collect(self, version: int) -> Batch:
         return Batch(self.trajectories, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
 
 
 def test_an_environment_that_always_fails_stops_the_run_with_its_error() -> None:
