@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, set_field
+from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, quoted, set_field
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
 
@@ -46,8 +45,7 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
         raise ValueError(f"configuration {name_or_path!r} is neither a .yaml file nor one of: {shipped}")
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
-            shipped = QuotedString(f"file://{conf_folder().resolve()}", Quote.single).with_quotes()
-            search = f"hydra.searchpath=[{shipped}]"
+            search = f"hydra.searchpath=[{quoted(f'file://{conf_folder().resolve()}')}]"
             given = [hydra_override(text, conf_folder(), path.parent) for text in overrides or []]
             fields = [text for text in given if is_named_as_a_folder(text, path.parent)]
             raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])

@@ -13,7 +13,7 @@ from nemo.collections.llm.peft.lora import LoRALinear
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_flashrl.weights.lora import adapters
+from nemo_flashrl.weights.lora import adapters, tensor_shards
 from nemo_flashrl.weights.mapping import Layout, Rule, find_rule
 from nemo_flashrl.weights.new_folder import new_folder
 from nemo_flashrl.weights.shards import Named, from_stage, to_first_rank
@@ -49,17 +49,10 @@ def _global_layer(model: MegatronGPTModel, name: str) -> int:
 def _whole_factors(wrapper: LoRALinear, rule: Rule, layout: Layout, scaled: bool) -> tuple[Tensor, ...]:
     """(down, up) for each of Hugging Face's layers in turn; a row-parallel layer's factor down is cut along inputs."""
     adapter = wrapper.adapter
-    downs, ups = (_shards(part.weight.detach()) for part in (adapter.linear_in, adapter.linear_out))
+    downs, ups = (tensor_shards(part.weight.detach()) for part in (adapter.linear_in, adapter.linear_out))
     down = torch.cat(downs, dim=1 if adapter.input_is_parallel else 0)
     whole = (torch.cat(ups),) if adapter.input_is_parallel else rule.to_hf(ups, layout)
     return tuple(f for up in whole for f in (down, up * (adapter.alpha / adapter.dim) if scaled else up))
-
-
-def _shards(own: Tensor) -> list[Tensor]:
-    group = parallel_state.get_tensor_model_parallel_group()
-    shards = [torch.empty_like(own) for _ in range(group.size())]
-    torch.distributed.all_gather(shards, own.contiguous(), group=group)
-    return shards
 
 
 def write_adapter(model: MegatronGPTModel, base: str, target: str | Path) -> None:

@@ -118,14 +118,15 @@ def factors(wrapper: LoRALinear) -> tuple[Tensor, Tensor]:
     adapter = wrapper.adapter
     down, up = adapter.linear_in.weight.detach(), adapter.linear_out.weight.detach()
     if adapter.input_is_parallel:  # a row-parallel layer has all outputs
-        up = _gathered(up)
+        up = torch.cat(tensor_shards(up))
     else:
-        down = _gathered(down)
+        down = torch.cat(tensor_shards(down))
     return down.float(), up.float() * (adapter.alpha / adapter.dim)
 
 
-def _gathered(shard: Tensor) -> Tensor:
+def tensor_shards(own: Tensor) -> list[Tensor]:
+    """What all tensor-parallel ranks have of a factor, in rank order; a collective of them."""
     group = parallel_state.get_tensor_model_parallel_group()
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    torch.distributed.all_gather(shards, shard.contiguous(), group=group)
-    return torch.cat(shards)
+    shards = [torch.empty_like(own) for _ in range(group.size())]
+    torch.distributed.all_gather(shards, own.contiguous(), group=group)
+    return shards
