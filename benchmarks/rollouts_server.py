@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,19 @@ model: {{path: {folder}/model, context_length: 1024, precision: fp32}}
 environment: {{name: key_value_store}}
 rollout: {{engine: vllm, batch_size: 64}}
 """
-REQUESTS, TOKENS = 64, 32
+
+
+@dataclass(frozen=True)
+class Load:
+    requests: int  # of a block
+    at_once: int
+    tokens: int  # of an answer, at most
+    context: int  # of prompt and answer, at most
+
+
+# A prompt has 6 to 96 tokens, so that answers in "stream" have 64 to 154 and end one by one, as those of agents do.
+# In "burst" all begin and all end together: nothing hides what is done before the first and after the last.
+LOADS = {"stream": Load(256, 64, 160, 160), "burst": Load(64, 64, 32, 512)}
 
 
 def write_model(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
@@ -86,7 +100,7 @@ class Question:
     """One turn; any answer ends it."""
 
     async def reset(self, task: int) -> list[Message]:
-        return [{"role": "user", "content": f"Q {' '.join(str(1000 + task))} : " * 4}]
+        return [{"role": "user", "content": f"Q {' '.join(str(1000 + task))} : " * (1 + task % 16)}]
 
     async def step(self, action: str) -> StepResult:
         return StepResult(reward=float("0" in action), done=True)
@@ -111,41 +125,55 @@ async def overhead(folder: Path, rounds: int) -> None:
     """The same requests in short blocks, again and again in another order: the machine's moods fall on all alike."""
     tokenizer = make_tokenizer()
     write_model(folder, len(tokenizer), SMALL)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+    async with serving(folder) as url, aiohttp.ClientSession(connector=connector) as session:
+        engine = VLLMEngine([url], len(tokenizer))
+        gc.collect()
+        gc.freeze()  # as train.py does, for all three alike
+        for name, load in LOADS.items():
+            blocks = await in_turns(await ways(load, engine, tokenizer, session, url), rounds)
+            print(name, json.dumps({way: compared(own, blocks, load) for way, own in blocks.items()}, indent=1))
+        await engine.close()
+
+
+async def ways(
+    load: Load, engine: VLLMEngine, tokenizer: Any, session: aiohttp.ClientSession, url: str
+) -> dict[str, Callable[[], Awaitable[list[list[int]]]]]:
+    """Three ways to the same answers; each keeps `load.at_once` requests going until all are answered."""
     dialect = VLLMDialect(len(tokenizer))
 
     def collector(engine: Engine) -> Collector:
-        limits, sampling = Limits(max_context=512, step_timeout=60.0), Sampling(max_tokens=TOKENS)
-        sizes = {"batch_size": REQUESTS, "max_in_flight": REQUESTS}
-        prompts = PromptStream(REQUESTS)
-        return Collector(engine, Question, range(REQUESTS), tokenizer, prompts, limits, sampling, **sizes)
+        limits, sampling = Limits(max_context=load.context, step_timeout=60.0), Sampling(max_tokens=load.tokens)
+        sizes = {"batch_size": load.requests, "max_in_flight": load.at_once}
+        prompts = PromptStream(load.requests)
+        return Collector(engine, Question, range(load.requests), tokenizer, prompts, limits, sampling, **sizes)
 
-    async with (
-        serving(folder) as url,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4)) as session,
-    ):
-        engine = VLLMEngine([url], len(tokenizer))
-        recorder = Recorder(engine)
-        await collector(recorder).collect(0)
+    recorder = Recorder(engine)
+    await collector(recorder).collect(0)
 
-        async def post(token_ids: list[int], sampling: Sampling) -> list[int]:
-            body, limit = dialect.request(token_ids, sampling), aiohttp.ClientTimeout(None)
-            async with session.post(url + dialect.generate_path, json=body, timeout=limit) as answer:
-                return (await answer.json())["choices"][0]["token_ids"]
+    async def post(token_ids: list[int], sampling: Sampling) -> list[int]:
+        body, limit = dialect.request(token_ids, sampling), aiohttp.ClientTimeout(None)
+        async with session.post(url + dialect.generate_path, json=body, timeout=limit) as answer:
+            return (await answer.json())["choices"][0]["token_ids"]
 
-        async def bare() -> list[list[int]]:
-            return await asyncio.gather(*(post(*request) for request in recorder.requests))
+    async def generate(token_ids: list[int], sampling: Sampling) -> list[int]:
+        return list((await engine.generate(token_ids, sampling)).token_ids)
 
-        async def by_engine() -> list[list[int]]:
-            answers = await asyncio.gather(*(engine.generate(*request) for request in recorder.requests))
-            return [list(answer.token_ids) for answer in answers]
+    async def all_by(ask: Callable[[list[int], Sampling], Awaitable[list[int]]]) -> list[list[int]]:
+        left, answers = iter(recorder.requests), []
 
-        async def by_collector() -> list[list[int]]:
-            batch = await collector(engine).collect(0)
-            return [t.token_ids[t.action_mask].tolist() for t in batch.trajectories]
+        async def ask_on() -> None:
+            for request in left:
+                answers.append(await ask(*request))
 
-        blocks = await in_turns({"bare client": bare, "VLLMEngine": by_engine, "Collector": by_collector}, rounds)
-        await engine.close()
-    print(json.dumps({name: compared(own, blocks["bare client"]) for name, own in blocks.items()}, indent=1))
+        await asyncio.gather(*(ask_on() for _ in range(load.at_once)))
+        return answers
+
+    async def by_collector() -> list[list[int]]:
+        batch = await collector(engine).collect(0)
+        return [t.token_ids[t.action_mask].tolist() for t in batch.trajectories]
+
+    return {"bare client": lambda: all_by(post), "VLLMEngine": lambda: all_by(generate), "Collector": by_collector}
 
 
 Block = tuple[float, float, int]  # seconds, the client's CPU seconds, tokens
@@ -167,10 +195,10 @@ async def in_turns(ways: dict[str, Callable[[], Awaitable[list[list[int]]]]], ro
     return blocks
 
 
-def compared(own: list[Block], bare: list[Block]) -> dict[str, Any]:
+def compared(own: list[Block], blocks: dict[str, list[Block]], load: Load) -> dict[str, Any]:
     """Medians over rounds; what is lost to the bare client's block of the same round, with its 95% interval."""
     seconds, busy, tokens = np.array(own).T
-    lost = 1 - np.array(bare)[:, 0] / seconds
+    lost = 1 - np.array(blocks["bare client"])[:, 0] / seconds
     medians = np.median(np.random.default_rng(0).choice(lost, (4000, len(lost))), axis=1)
     low, high = np.quantile(medians, [0.025, 0.975])
     quartiles = [f"{value:.1%}" for value in np.quantile(lost, [0.25, 0.75])]
@@ -178,7 +206,7 @@ def compared(own: list[Block], bare: list[Block]) -> dict[str, Any]:
         "tokens/s": round(float(np.median(tokens / seconds))),
         "fewer tokens/s": f"{np.median(lost):.1%} ({low:.1%} to {high:.1%})",
         "fewer tokens/s, rounds' quartiles": quartiles,
-        "client's CPU ms a request": round(1e3 * float(np.median(busy)) / REQUESTS, 3),
+        "client's CPU ms a request": round(1e3 * float(np.median(busy)) / load.requests, 3),
         "of the block's time": f"{np.median(busy / seconds):.1%}",
     }
 
@@ -230,9 +258,9 @@ def memory(name: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["overhead", "refit"])
-    parser.add_argument("--rounds", type=int, help="48 for overhead, 7 for refit")
+    parser.add_argument("--rounds", type=int, help="24 for overhead, of each load, 7 for refit")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        run, rounds = {"overhead": (overhead, 48), "refit": (refit, 7)}[options.what]
+        run, rounds = {"overhead": (overhead, 24), "refit": (refit, 7)}[options.what]
         asyncio.run(run(Path(name), options.rounds or rounds))

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Whole numbers from `lowest` on, for argparse's `type`."""
+def at_least(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """Whole numbers from `lowest` on, up to `highest` where one is given, for argparse's `type`."""
+    bounds = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
 
     def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least {lowest}")
+        if not text.isdecimal() or int(text) < lowest or (highest is not None and int(text) > highest):
+            raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number {bounds}")
         return int(text)
 
     return number

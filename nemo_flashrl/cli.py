@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from nemo_flashrl.launch.plan_command import add_plan
 from nemo_flashrl.rollout_server.command import add_serve_rollout
 from nemo_flashrl.weights.command import add_convert
 
+_THAT_ONLY_PRINT = ("report", "doctor", "plan")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused with one line on stderr."""
@@ -24,7 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # torch 2.13 warns at import of a package that NVIDIA's own tools depend on; nobody here can act on it.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of a reader that has seen enough, `head` say, where the command has no other pipe
+        if options.command not in _THAT_ONLY_PRINT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
     except ValueError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: every process refuses the same
             print(f"flashrl {options.command}: {error}", file=sys.stderr)

@@ -77,7 +77,7 @@ class Trajectory:
 
     @property
     def action_count(self) -> int:
-        return int(self.action_mask.sum())
+        return int(np.count_nonzero(self.action_mask))
 
     @property
     def segments(self) -> tuple[slice, ...]:

@@ -7,6 +7,7 @@ prompts -> Collector (rollout/) -> Batch (records.py) -> RolloutDataModule (data
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +46,8 @@ def train(config: RunConfig) -> Path:
         data = build_data(config, parts, driver)
         trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder.step + 1)
         resume(trainer, parts.folder)
+        gc.collect()
+        gc.freeze()  # answers of servers are many small objects: each full collection over modules too takes .4 s
         try:
             trainer.fit(model, datamodule=data)
             if trainer.should_stop:
@@ -182,14 +185,8 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     monitors = Monitors(asdict(config.monitors))
     probed, adapter = config.rollout.engine != "transformers", config.rollout.weight_transfer == "adapter"
     refit = WeightRefitCallback(driver, parts.vocab_size, probed=probed, adapter=adapter)
-    metrics = RLMetricsCallback(
-        Path(config.output),
-        data,
-        refit,
-        parts.tokenizer,
-        monitors,
-        log_trajectories=config.trainer.log_trajectories,
-    )
+    logged = config.trainer.log_trajectories
+    metrics = RLMetricsCallback(Path(config.output), data, refit, parts.tokenizer, monitors, log_trajectories=logged)
     saving, stop = config.checkpoint, driver.stop_collecting if driver else None
     checkpoint = RunCheckpoint(
         parts.folder, monitors, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop

@@ -103,3 +103,12 @@ class TextEngine(ScriptedEngine):
         text = self.choose(tokenizer.decode(list(token_ids))) if self.choose else self.texts.pop(0)
         self.actions = [tuple(tokenizer(text).input_ids)]
         return await super().generate(token_ids, sampling)
+
+
+class TornTasks(list):
+    """Tasks of which number 9 cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise OSError("page 9 is torn")
+        return super().__getitem__(index)

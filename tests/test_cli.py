@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -195,6 +196,13 @@ def test_a_refusal_has_no_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("flashrl train: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    """`flashrl plan ... | head`: no traceback, and no exit code of success."""
+    plan = shlex.join([*FLASHRL, "plan", "llama3_8b_32k"])
+    done = subprocess.run(["bash", "-c", f"{plan} | true; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_model_that_is_not_there_is_told_before_torch_is_imported(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ ALLOWED = {
     "records.py": {"numpy"},
     "config": {"hydra", "omegaconf", "nemo_flashrl.config"},
     "plugins.py": set(),
+    "arguments.py": set(),
     "rollout_server": {
         *("torch", "safetensors", "vllm"),
-        *("nemo_flashrl.config", "nemo_flashrl.platform", "nemo_flashrl.rollout_server"),
+        *("nemo_flashrl.arguments", "nemo_flashrl.config", "nemo_flashrl.platform", "nemo_flashrl.rollout_server"),
     },
     "algorithms": {"torch", "nemo_flashrl.algorithms", "nemo_flashrl.plugins"},
     "ops": {"torch", "nemo_flashrl.ops"},

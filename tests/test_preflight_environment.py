@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from doubles import TOKENIZER, ScriptedEnvironment
+from doubles import TOKENIZER, ScriptedEnvironment, TornTasks
 
 from nemo_flashrl import preflight_environment
 from nemo_flashrl.config import RunConfig, load
@@ -141,6 +141,14 @@ def test_held_out_tasks_are_looked_at_too(recwarn) -> None:
 
     with pytest.raises(ValueError, match="the prompt of held-out task 0 has 500 tokens"):
         check(*asked, reset=reset)
+
+
+def test_a_task_that_cannot_be_read() -> None:
+    """Of training it is one episode's end, later; held-out tasks are all read now."""
+    torn = {"tasks": classmethod(lambda cls, settings: TornTasks(Sound.tasks(settings)))}
+    check(**torn)
+    with pytest.raises(ValueError, match=r"evaluation.settings=\{'seed': 5\}: tasks\[9\]: OSError: page 9 is torn$"):
+        check("evaluation.every_steps=1", "evaluation.settings={seed: 5}", **torn)
 
 
 def test_a_tokenizer_that_does_not_know_the_text_is_told_of_once(recwarn) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
+from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, TornTasks, ids
 from tiny import random_trajectories
 
 from nemo_flashrl.environments.environment import Environment, StepResult
@@ -66,6 +66,14 @@ def test_synchronous_mode_leaves_nothing_behind(in_flight: int) -> None:
             assert len(engine.requests) == 4 * (version + 1)
 
     asyncio.run(run())
+
+
+def test_a_task_that_cannot_be_read_is_one_failed_episode() -> None:
+    """It has no token to learn from and is dropped, counted; the next epoch's first prompt takes its place."""
+    source = collector(ScriptedEngine(GET), tasks=TornTasks(range(12)), batch_size=12, max_in_flight=1)
+    batch = asyncio.run(source.collect(0))
+    assert (batch.metrics["episodes_environment_error"], batch.metrics["dropped_empty"]) == (1, 1)
+    assert len({*range(13)} - {*numbers(batch)}) == 1
 
 
 def test_a_straggler_does_not_hold_up_the_batch() -> None:

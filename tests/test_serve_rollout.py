@@ -17,6 +17,7 @@ from server_processes import HERE, free_port
 
 from nemo_flashrl import config
 from nemo_flashrl.cli import main
+from nemo_flashrl.rollout import server_pool
 from nemo_flashrl.rollout_server.serve import ServeOptions, command, environment
 
 LONG = 60.0
@@ -139,11 +140,26 @@ def test_flags(settings: str) -> None:
         "--enable-scale-out",
         '--weight-transfer-config {"backend": "flashrl"}',
         "--enforce-eager",
-        "--no-enable-chunked-prefill --max-num-batched-tokens 4096",
+        "--no-enable-chunked-prefill",
+        "--max-num-batched-tokens 4096",
     ):
         assert flags in line
     assert line.endswith("--seed 3")
     assert "--enforce-eager" not in command(config.load(settings), ServeOptions(), 8000, accelerated=True)
+
+
+@pytest.mark.parametrize(("devices", "accelerated", "one"), [(1, False, True), (2, False, False), (1, True, False)])
+def test_scheduler_and_worker_share_a_process(settings: str, devices: int, accelerated: bool, one: bool) -> None:
+    """On one device of a CPU; as two they spin, and every other process of a small machine waits for them."""
+    options = ServeOptions(tensor_parallel=devices)
+    assert (" ".join(command(config.load(settings), options, 8000, accelerated)).count("UniProcExecutor") == 1) == one
+
+
+def test_an_idle_connection_outlives_what_our_client_keeps() -> None:
+    """uvicorn closes one when its time has come, also with a request in its buffer."""
+    for accelerated in (False, True):
+        kept = float(environment(ServeOptions(), 0, accelerated)["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"])
+        assert kept >= 10 * server_pool._KEEP_ALIVE
 
 
 def test_room_for_an_adapter(settings: str) -> None:
@@ -180,6 +196,17 @@ def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         port = other.getsockname()[1]
         assert main(["serve-rollout", settings, "--port", str(port)]) == 2
         assert f"port {port} of 127.0.0.1 cannot be used: Address already in use" in capsys.readouterr().err
+    assert main(["serve-rollout", settings, "--port", "65535", "--servers", "2"]) == 2
+    assert "port 65536 of 127.0.0.1 cannot be used" in capsys.readouterr().err
+    for flag, value, right in (
+        ("--port", "0", "from 1 to 65535"),
+        ("--port", "70000", "from 1 to 65535"),
+        ("--servers", "0", "of at least 1"),
+        ("--tensor-parallel", "-1", "of at least 1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve-rollout", settings, f"{flag}={value}"])
+        assert f"argument {flag}: {value!r}: must be a whole number {right}" in capsys.readouterr().err
 
 
 def test_no_output_is_needed(settings: str, capsys: pytest.CaptureFixture) -> None:

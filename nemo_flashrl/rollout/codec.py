@@ -139,12 +139,12 @@ class Codec:
             elif piece.startswith(_OPEN):
                 ids += self._plain(self._spellings[int(piece[1:-1])])
             elif piece:
-                ids += self._tokenizer(piece, add_special_tokens=False).input_ids
+                ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
     def _plain(self, text: str) -> list[int]:
         """Ids of untrusted text; what the tokenizer would still take for special becomes the unknown token, or goes."""
-        ids = list(self._tokenizer(_clean(text), add_special_tokens=False, split_special_tokens=True).input_ids)
+        ids = self._tokenizer.encode(_clean(text), add_special_tokens=False, split_special_tokens=True)
         if not self._special.isdisjoint(ids):
             ids = [self._unknown if i in self._special else i for i in ids]
             ids = [i for i in ids if i is not None]

@@ -31,7 +31,7 @@ from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.dropping import none_usable, reason_to_drop
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.prompts import PromptSource
-from nemo_flashrl.rollout.untrusted import made
+from nemo_flashrl.rollout.untrusted import begun
 from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
@@ -248,10 +248,10 @@ class Collector:
         return self._collecting and len(self._running) + self._count_ended() < self._batch_size
 
     async def _play(self, prompt_index: int, task_index: int, sample: int) -> None:
-        task = self._tasks[task_index]
+        task, environment = begun(self._tasks, task_index, self._make_environment)
         trajectory = await run_episode(
             self._engine,
-            made(self._make_environment),
+            environment,
             task,
             self._codec,
             self._limits,

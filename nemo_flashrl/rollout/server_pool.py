@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 MISSED_CHECKS = 3  # silent health checks in a row; one may be the fault of a busy machine
-_KEEP_ALIVE = 4.0  # seconds; uvicorn closes an idle connection after 5, and a closed one must not be used again
+_KEEP_ALIVE = 1.0  # seconds; uvicorn closes an idle connection after 5, and a busy one does over a waiting request
 _REFUSED = range(400, 500)
 _PASSING = (408, 425, 429)  # refusals that another server, or another moment, may not repeat
 

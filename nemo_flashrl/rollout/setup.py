@@ -18,7 +18,7 @@ from nemo_flashrl.rollout.dropping import LongPrompts
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.evaluation import evaluate
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
-from nemo_flashrl.rollout.untrusted import tasks_of
+from nemo_flashrl.rollout.untrusted import task_at, tasks_of
 
 
 def episode_limits(config: RunConfig) -> Limits:
@@ -98,9 +98,10 @@ def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]
         )
     try:
         all_tasks = tasks_of(environment, settings)  # a sequence; slices are not asked of it
+        tasks = [task_at(all_tasks, index) for index in range(min(asked.tasks, len(all_tasks)))]
     except ValueError as error:
         raise ValueError(f"evaluation.settings={asked.settings}: {error}") from error
-    return settings, [all_tasks[index] for index in range(min(asked.tasks, len(all_tasks)))]
+    return settings, tasks
 
 
 def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:

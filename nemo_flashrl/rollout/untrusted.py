@@ -30,7 +30,9 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
     """
     call = asyncio.ensure_future(_called(name, function, arguments))
     try:
-        await asyncio.wait({call}, timeout=timeout)
+        await asyncio.sleep(0)  # most calls wait for nothing, are done by now, and need no timer
+        if not call.done():
+            await asyncio.wait({call}, timeout=timeout)
         late = not call.done()
     finally:
         if not call.done():
@@ -74,6 +76,27 @@ def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
     if len(tasks) == 0:
         raise ValueError("there are no tasks: the prompt set is empty")
     return tasks
+
+
+def task_at(tasks: Sequence[Any], index: int) -> Any:
+    """One task of what `tasks_of` returned, which may read a file to make it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        return tasks[index]
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"tasks[{index}]: {_in_words(error)}") from error
+
+
+def begun(tasks: Sequence[Any], index: int, make_environment: Callable[[], Environment]) -> tuple[Any, Environment]:
+    """A task and a new environment for it; where either cannot be had, an environment whose `reset` says so."""
+    try:
+        task = task_at(tasks, index)
+    except ValueError as error:
+        return None, _NotMade(str(error))
+    return task, made(make_environment)
 
 
 def made(make_environment: Callable[[], Environment]) -> Environment:

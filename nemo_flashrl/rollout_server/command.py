@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from nemo_flashrl import config
+from nemo_flashrl.arguments import at_least
 from nemo_flashrl.rollout_server.serve import ServeOptions, serve
 
 
@@ -23,12 +24,17 @@ def add_serve_rollout(commands: Any) -> None:
     parser.add_argument("config", metavar="CONFIG", help="the configuration of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
     parser.add_argument("--host", default=default.host, help="address to listen on (default %(default)s)")
-    parser.add_argument("--port", type=int, metavar="N", help="of the first server; the others follow")
-    parser.add_argument("--servers", type=int, default=default.servers, metavar="N", help="with --port (default 1)")
+    count, port = at_least(1), at_least(1, 65535)
+    parser.add_argument("--port", type=port, metavar="N", help="of the first server; the others follow")
+    parser.add_argument("--servers", type=count, default=default.servers, metavar="N", help="with --port (default 1)")
     parser.add_argument(
-        "--tensor-parallel", type=int, default=default.tensor_parallel, metavar="N", help="GPUs of a server (default 1)"
+        "--tensor-parallel",
+        type=count,
+        default=default.tensor_parallel,
+        metavar="N",
+        help="GPUs of a server (default 1)",
     )
-    parser.add_argument("--follow", type=int, metavar="PID", help="end when this process ends, the trainer say")
+    parser.add_argument("--follow", type=count, metavar="PID", help="end when this process ends, the trainer say")
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="seconds until all answer (default: rollout.server_timeout)"
     )

@@ -32,12 +32,22 @@ EARLY_SECONDS, MOST_EARLY_DEATHS = 120.0, 3
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
 # No telemetry, no hub: weights come from the trainer. The routes for new weights are in vLLM's development mode.
-_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # Seconds. A busy server looks at its timers before its sockets: it would close a connection over a waiting request.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+}
 _ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 _ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_ENVIRONMENT = {"VLLM_CPU_CI_ENV": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB of KV cache
 # A prompt in chunks kills vLLM 0.32 on a CPU where the request has a seed ("CPU Generator does not use offset").
 _CPU_FLAGS = ("--enforce-eager", "--block-size", "32", "--no-enable-chunked-prefill")
+# On one device vLLM's scheduler and worker would be two processes that wait for each other in loops around sched_yield:
+# on two cores others then wait for a second and more. By its class, since vLLM's CPU platform replaces the name "uni".
+_CPU_ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 _CPU_BATCHED_TOKENS = 4096  # of one step, and at least a whole context where prompts are not chunked
 
 
@@ -135,9 +145,14 @@ def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bo
         *("--worker-extension-cls", "nemo_flashrl.rollout_server.worker.WorkerExtension"),
         *("--weight-transfer-config", json.dumps({"backend": "flashrl"})),
         *(_adapter_flags(config.lora.rank) if config.rollout.weight_transfer == "adapter" else ()),
-        *(() if accelerated else (*_CPU_FLAGS, "--max-num-batched-tokens", str(max(_CPU_BATCHED_TOKENS, context)))),
+        *(() if accelerated else _cpu_flags(context, options.tensor_parallel)),
         *shlex.split(options.flags),
     ]
+
+
+def _cpu_flags(context: int, tensor_parallel: int) -> tuple[str, ...]:
+    executor = _CPU_ONE_PROCESS if tensor_parallel == 1 else ()
+    return *_CPU_FLAGS, *executor, "--max-num-batched-tokens", str(max(_CPU_BATCHED_TOKENS, context))
 
 
 def _adapter_flags(rank: int) -> tuple[str, ...]:
@@ -176,8 +191,9 @@ def _ports(config: RunConfig, options: ServeOptions) -> list[int]:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((options.host, port))
-            except OSError as error:
-                raise ValueError(f"port {port} of {options.host} cannot be used: {error.strerror}") from error
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", error)
+                raise ValueError(f"port {port} of {options.host} cannot be used: {reason}") from error
     return ports
 
 
