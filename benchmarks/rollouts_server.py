@@ -2,6 +2,7 @@
 
     python benchmarks/rollouts_server.py overhead    # tokens/s of a bare concurrent client, VLLMEngine, Collector
     python benchmarks/rollouts_server.py refit       # seconds and peak extra memory, a model of 52M parameters
+    python benchmarks/rollouts_server.py answers     # reading long answers, before and after gc.freeze; no server
 
 Needs `make rollout-venv`. The server runs on the same cores as its client.
 """
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -249,6 +251,31 @@ async def refit(folder: Path, rounds: int) -> None:
     )
 
 
+async def answers(folder: Path, rounds: int) -> None:
+    """Of 8,192 tokens each, in a process that has imported what a trainer has; the last 64 are kept."""
+    import nemo.lightning  # noqa: F401
+
+    tokens, spent, began = 8192, [], []
+    gc.callbacks.append(
+        lambda phase, _: (
+            began.append(time.perf_counter()) if phase == "start" else spent.append(time.perf_counter() - began.pop())
+        )
+    )
+    rows = [{"token_id": n, "logprob": -1.5, "top_logprobs": [{"token_id": n, "logprob": -1.5}]} for n in range(tokens)]
+    versions = [{"version": "3", "start": 0, "end": tokens}]
+    choice = {"token_ids": list(range(tokens)), "logprobs": {"content": rows}, "weight_versions": versions}
+    text = json.dumps({"choices": [{**choice, "finish_reason": "stop"}]})
+    for name in ("as it is", "frozen"):
+        kept, busy = deque(maxlen=64), time.process_time()
+        spent.clear()
+        for _ in range(rounds):
+            kept.append(VLLMDialect(tokens).read(json.loads(text), 0))
+        busy = (time.process_time() - busy) / rounds
+        print(f"{name}: {1e3 * busy:.1f} ms of CPU an answer, the longest collection {max(spent):.3f} s")
+        gc.collect()
+        gc.freeze()
+
+
 def memory(name: str) -> int:
     """Bytes of this process, by a name of /proc/self/status."""
     row = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
@@ -257,10 +284,10 @@ def memory(name: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["overhead", "refit"])
-    parser.add_argument("--rounds", type=int, help="24 for overhead, of each load, 7 for refit")
+    parser.add_argument("what", choices=["overhead", "refit", "answers"])
+    parser.add_argument("--rounds", type=int, help="24 for overhead, of each load, 7 for refit, 200 answers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        run, rounds = {"overhead": (overhead, 24), "refit": (refit, 7)}[options.what]
+        run, rounds = {"overhead": (overhead, 24), "refit": (refit, 7), "answers": (answers, 200)}[options.what]
         asyncio.run(run(Path(name), options.rounds or rounds))

@@ -59,6 +59,7 @@ def train(config: RunConfig) -> Path:
                 raise end.__context__ from None
             raise
         finally:
+            gc.unfreeze()  # for a caller who trains again
             if driver is not None:
                 driver.close()
     return output / "checkpoint"
