@@ -31,6 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from allocations import allocator_peak
 from policy_head_methods import METHODS, Problem
 
 from nemo_flashrl.ops.memory import policy_head_memory
@@ -66,19 +67,6 @@ def timed(names: list[str], problem: Problem, rounds: int) -> dict[str, float]:
             if index:  # the first round warms up
                 best[name] = min(best[name], time.process_time() - start)
     return best
-
-
-def allocator_peak(run: Callable[[], None]) -> int:
-    """Bytes: the peak of allocations minus releases during `run`, from the profiler's record of each."""
-    gc.collect()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def resident_peak(run: Callable[[], None]) -> int:

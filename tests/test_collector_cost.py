@@ -6,18 +6,14 @@ Seconds are the machine's moods, so the promise on tokens/s is shown by `benchma
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from pathlib import Path
 
 import aiohttp
 from real_server import VOCAB, RealServer
+from rollouts_server import Load, ways
 
 from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
 from nemo_flashrl.rollout import VLLMEngine
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from rollouts_server import Load, ways
 
 MOST = 4.0  # times the bare client's; 1.7 to 2.3 are usual
 

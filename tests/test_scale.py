@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 from scale_simulation import Rollouts, simulate
 
 # 100 tokens, half of them sampled, 10 a second, and two turns of 2.5 s: 10 s an episode.
