@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,11 +19,22 @@ from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory
 from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
 from nemo_flashrl.rollout.agent import Limits, run_episode, turn_seed
+from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.untrusted import begun
 
 GET, ANSWER = ids("get ( k 2 9 )"), ids("answer ( v 1 7 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))
 DONE = StepResult(reward=1.0, done=True, success=True)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException: what a tokenizer or a game written in Rust raises."""
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
 
 
 def play(
@@ -228,6 +242,12 @@ def test_a_role_that_the_template_refuses_is_the_environments_fault() -> None:
     t = play(ScriptedEngine(GET), ScriptedEnvironment([StepResult("> k", role="tool"), DONE]), tokenizer)
     assert t.end_reason == "environment_error"
     assert t.info["error"].startswith("step: the chat template refuses messages of the roles ['user', 'assistant', 't")
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].cost %}{{ messages[0].cost + 1 }}{% endif %}" + tokenizer.chat_template
+    prompt = [{"role": "user", "content": "Q k 2 9 :", "cost": "dear"}]
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([DONE], prompt=prompt), tokenizer)
+    assert (t.end_reason, t.turns) == ("environment_error", 0)
+    assert t.info["error"].startswith("reset: TypeError: can only concatenate str")
     with pytest.raises(ValueError, match="does not show every message once"):
         tokenizer.chat_template = "{{ messages[0].content }}"
         Codec(tokenizer)
@@ -347,7 +367,23 @@ def test_a_prompt_without_room_ends_before_any_generation() -> None:
         (StepResult(shaping={"a": 1e30}), "step: ValueError: the shaping term a is 1e+30, not within +-1000000"),
         (StepResult(reward="1"), "step: TypeError: the reward is '1', not a number"),
         (StepResult(info={"score": {1, 2}}), "step: TypeError: the info is nothing that JSON can hold"),
+        (
+            StepResult(shaping={("a",): 1.0}),
+            "step: TypeError: StepResult.shaping has the names [('a',",
+        ),
+        (StepResult(reward=1j), "step: TypeError: the reward is 1j, not a number"),
+        (StepResult(reward=np.complex64(1)), "step: TypeError: the reward is "),
+        (StepResult(reward=Decimal("nan")), "step: TypeError: the reward is Decimal('NaN'), not a number"),
+        (StepResult(process_reward="1"), "step: TypeError: the process reward is '1', not a number"),
+        (StepResult(shaping={"a": None}), "step: TypeError: the shaping term a is None, not a number"),
+        (StepResult(done=np.array([True, False])), "step: TypeError: StepResult.done is a ndarray, not a bool"),
+        (StepResult(done="no"), "step: TypeError: StepResult.done is a str, not a bool"),
+        (StepResult(success=np.zeros(2)), "step: TypeError: StepResult.success is a ndarray, not a bool"),
+        (StepResult(malformed=None), "step: TypeError: StepResult.malformed is a NoneType, not a bool"),
+        (StepResult("> k", role=None), "step: TypeError: StepResult.role is a NoneType, not a str"),
         (SystemExit(3), "step: SystemExit: 3"),
+        (Panic("index out of bounds"), "step: Panic: index out of bounds"),
+        (Unspeakable(), "step: Unspeakable"),
         (OSError("x" * 10**6), "step: OSError: xxx"),
     ],
 )
@@ -358,6 +394,34 @@ def test_an_environments_fault_ends_its_episode_alone(result: Any, error: str) -
     assert t.info["error"].startswith(error) or error in t.info["error"]
     assert environment.log[-1] == "close"
     assert len(t.info["error"]) < 1100
+
+
+def test_numbers_and_truth_values_of_other_types_become_plain_ones() -> None:
+    shaping = {"a": Decimal("0.5"), "b": np.float32(0.25)}
+    first = StepResult("> k 4 0", Decimal("0.5"), np.bool_(False), shaping=shaping, process_reward=Fraction(1, 4))
+    last = StepResult(reward=1, done=np.bool_(True), success=np.bool_(True), shaping=shaping, malformed=np.bool_(True))
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([first, last]))
+    assert (t.reward, t.turn_rewards, t.shaping) == (1.5, (0.75, 1.0), {"a": 1.0, "b": 0.5})
+    assert {type(value) for value in (t.reward, *t.turn_rewards, *t.shaping.values())} == {float}
+    assert (t.end_reason, t.failed, t.malformed) == ("done", False, True)
+    assert type(t.failed) is type(t.malformed) is bool
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("poisoned")])
+def test_an_environment_or_task_that_cannot_be_had_ends_its_episode_alone(error: BaseException) -> None:
+    class Torn(list):
+        def __getitem__(self, index: int) -> Any:
+            raise error
+
+    def make() -> Any:
+        raise error
+
+    for where, tasks in (("__init__", [None]), ("tasks[0]", Torn([None]))):
+        t = play(ScriptedEngine(GET), begun(tasks, 0, make)[1])
+        assert (t.end_reason, t.info["error"]) == (
+            "environment_error",
+            f"{where}: {type(error).__name__}: {error}",
+        )
 
 
 def test_one_that_swallows_its_cancellation_holds_up_nobody() -> None:
@@ -387,12 +451,19 @@ def test_an_environment_cannot_spoil_our_counts() -> None:
     results = [StepResult("> v 1 7 5", info={"observations_truncated": "many"}), DONE]
     t = play(ScriptedEngine(GET), ScriptedEnvironment(results), max_observation_tokens=4)
     assert t.info["observations_truncated"] == 1
+    result = StepResult(done=True, info={"observations_truncated": "no", "observations_summarized": 9, "calls": 1})
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([result]))
+    assert t.info == {"calls": 1}
+    assert rollout_metrics([t], 0, Counter(), Counter())["observations_truncated"] == 0
 
 
 def test_faults_in_reset_and_close() -> None:
     t = play(ScriptedEngine(GET), ScriptedEnvironment([], prompt=RuntimeError("no server")))
     assert (t.end_reason, t.turns, len(t.token_ids), t.action_count) == ("environment_error", 0, 0, 0)
     assert t.info["error"] == "reset: RuntimeError: no server"
+    prompt = [{"role": ["user"], "content": "Q k 2 9 :"}]
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([DONE], prompt=prompt))
+    assert t.info["error"].startswith("reset: TypeError: the prompt holds {'role': ['user'], 'content': 'Q k 2 9 :'}")
 
     def fail() -> None:
         raise OSError("busy")

@@ -19,10 +19,11 @@ from nemo_flashrl.environments.environment import Environment, Message, StepResu
 from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory, Turn
 from nemo_flashrl.rollout.codec import Codec, Observation
 from nemo_flashrl.rollout.engine import Engine
-from nemo_flashrl.rollout.untrusted import EnvironmentFailure, ask, reset, step
+from nemo_flashrl.rollout.untrusted import EnvironmentFailure, ask, in_words, reset, step
 
 Summarize = Callable[[str, int], Awaitable[str]]  # (observation, tokens it may have) -> what stands in its place
 KEEP = ("head", "tail", "both")
+COUNTS = ("observations_truncated", "observation_characters_cut", "observations_summarized")  # ours, in the info
 PROMPT_TOO_LONG = "prompt_too_long"  # the end of an episode that has not begun
 
 
@@ -152,12 +153,12 @@ async def _play(
         episode.turns.append(Turn(action))
         text = codec.action_text(action.token_ids, sampling.stop_token_ids)
         result = await ask("step", limits.step_timeout, step, environment, text)
-        episode.reward += float(result.reward)
+        episode.reward += result.reward
         episode.success = result.success
         episode.info.update(result.info)
         episode.shaping.update(result.shaping)
         episode.malformed |= result.malformed
-        episode.turn_rewards.append(float(result.reward + result.process_reward))
+        episode.turn_rewards.append(result.reward + result.process_reward)
         if result.done:
             return "done"
         if number + 1 < limits.max_turns:
@@ -202,8 +203,10 @@ def _encoded(where: str, encode: Callable[..., Any], *arguments: Any) -> Any:
     """What a chat template refuses, say a role, is the environment's fault."""
     try:
         return encode(*arguments)
-    except ValueError as error:
+    except ValueError as error:  # the codec's own word
         raise EnvironmentFailure(f"{where}: {error}") from error
+    except Exception as error:  # of a template that meets a message it was not written for
+        raise EnvironmentFailure(f"{where}: {in_words(error)}") from error
 
 
 def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperature: float) -> Trajectory:
@@ -220,6 +223,7 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperatu
         logprobs += [*turn.action.logprobs, *[0.0] * observed]
         versions += [*turn.action.versions, *[NO_VERSION] * observed]
         turns += [number] * sampled + [-1] * observed
+    info = {name: value for name, value in episode.info.items() if name not in COUNTS} | episode.counts
     solved = episode.reward > 0 if episode.success is None else episode.success
     return Trajectory(
         prompt_index=prompt_index,
@@ -232,7 +236,7 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperatu
         turns=len(episode.turns),
         end_reason=end_reason,
         failed=not solved,
-        info={**episode.info, **episode.counts},
+        info=info,
         segment_starts=tuple(starts),
         shaping=dict(episode.shaping),
         malformed=episode.malformed,

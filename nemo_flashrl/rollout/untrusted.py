@@ -7,6 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from nemo_flashrl.environments.environment import Environment, Message, StepResult
 
 T = TypeVar("T")
@@ -15,6 +17,8 @@ _LONGEST_ERROR = 1000  # characters of an error that are kept
 # Of a reward, process reward or shaping term. Gradients are proportional to them where nothing scales advantages, and
 # their squares have to stay far from fp32's 3e38, summed over a model's weights too; no task needs a wider scale.
 LARGEST_REWARD = 1e6
+# For the loop to handle; else what derives from BaseException alone, an exit or a panic in Rust, is the environment's.
+_OURS = (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit)
 _MESSAGES = "a list of messages like {'role': 'user', 'content': 'text'}"
 
 
@@ -49,14 +53,19 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
 async def _called(name: str, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...]) -> T:
     try:
         return await function(*arguments)
-    except EnvironmentFailure:
+    except (EnvironmentFailure, *_OURS):
         raise
-    except (Exception, SystemExit) as error:
-        raise EnvironmentFailure(f"{name}: {_in_words(error)}") from error
+    except BaseException as error:
+        raise EnvironmentFailure(f"{name}: {in_words(error)}") from error
 
 
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_LONGEST_ERROR].removesuffix(": ")
+def in_words(error: BaseException) -> str:
+    """Type and message of an error, which may be one of the environment's own classes."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"[:_LONGEST_ERROR].removesuffix(": ")
+    except Exception:  # its __str__
+        return name
 
 
 def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
@@ -70,7 +79,7 @@ def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
     except ValueError as error:  # the environment's own word on its settings
         raise ValueError(f"tasks: {error}") from error
     except Exception as error:
-        raise ValueError(f"tasks: {_in_words(error)}") from error
+        raise ValueError(f"tasks: {in_words(error)}") from error
     if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
         raise ValueError(f"tasks returns a {type(tasks).__name__}: it has to have a length and an index, a list say")
     if len(tasks) == 0:
@@ -86,8 +95,10 @@ def task_at(tasks: Sequence[Any], index: int) -> Any:
     """
     try:
         return tasks[index]
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"tasks[{index}]: {_in_words(error)}") from error
+    except _OURS:
+        raise
+    except BaseException as error:
+        raise ValueError(f"tasks[{index}]: {in_words(error)}") from error
 
 
 def begun(tasks: Sequence[Any], index: int, make_environment: Callable[[], Environment]) -> tuple[Any, Environment]:
@@ -103,8 +114,10 @@ def made(make_environment: Callable[[], Environment]) -> Environment:
     """A new environment; where its constructor fails, one whose `reset` says so."""
     try:
         return make_environment()
-    except (Exception, SystemExit) as error:
-        return _NotMade(f"__init__: {_in_words(error)}")
+    except _OURS:
+        raise
+    except BaseException as error:
+        return _NotMade(f"__init__: {in_words(error)}")
 
 
 class _NotMade:
@@ -125,37 +138,57 @@ async def reset(environment: Environment, task: Any) -> list[Message]:
         kind = "an empty" if isinstance(messages, list | tuple) else "a"
         raise TypeError(f"the prompt is {kind} {type(messages).__name__}, not {_MESSAGES}")
     for message in messages:
-        if not (isinstance(message, dict) and isinstance(message.get("content"), str)):
+        texts = (message.get("content"), message.get("role", "")) if isinstance(message, dict) else (None,)
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"the prompt holds {_shown(message)}, and has to be {_MESSAGES}")
     return list(messages)
 
 
 async def step(environment: Environment, action: str) -> StepResult:
-    """The answer to an action, checked."""
+    """The answer to an action, checked, with plain floats and bools for numbers and truth values of other types."""
     result = await environment.step(action)
     if not isinstance(result, StepResult):
         raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult")
-    for name, kind in (("observation", str), ("info", dict), ("shaping", dict)):
+    for name, kind in (("observation", str), ("info", dict), ("role", str), ("shaping", dict)):
         if not isinstance(getattr(result, name), kind):
             value = getattr(result, name)
             raise TypeError(f"StepResult.{name} is a {type(value).__name__}, not a {kind.__name__}")
-    shaping = {f"shaping term {name}": value for name, value in result.shaping.items()}
-    for name, value in {"reward": result.reward, "process reward": result.process_reward, **shaping}.items():
-        _check_reward(name, value)
+    if not all(isinstance(name, str) for name in result.shaping):
+        raise TypeError(f"StepResult.shaping has the names {_shown(list(result.shaping))}, which are not all texts")
     try:
         json.dumps(result.info)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"the info is nothing that JSON can hold: {error}") from error
-    return result
+    return StepResult(
+        observation=result.observation,
+        reward=_number("reward", result.reward),
+        done=_truth("done", result.done),
+        success=None if result.success is None else _truth("success", result.success),
+        info=result.info,
+        role=result.role,
+        process_reward=_number("process reward", result.process_reward),
+        shaping={name: _number(f"shaping term {name}", value) for name, value in result.shaping.items()},
+        malformed=_truth("malformed", result.malformed),
+    )
 
 
-def _check_reward(name: str, value: Any) -> None:
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"StepResult.{name} is a {type(value).__name__}, not a bool")
+    return bool(value)
+
+
+def _number(name: str, value: Any) -> float:
     try:
+        if np.iscomplexobj(value):  # abs makes a number of it, and float of NumPy's drops a part
+            raise TypeError("a complex number")
         within = bool(abs(value) <= LARGEST_REWARD)  # NaN is not
-    except (TypeError, ValueError) as error:
+        number = float(value) if within else 0.0
+    except (TypeError, ValueError, ArithmeticError) as error:
         raise TypeError(f"the {name} is {_shown(value)}, not a number") from error
     if not within:
         raise ValueError(f"the {name} is {_shown(value)}, not within +-{LARGEST_REWARD:.0f}")
+    return number
 
 
 def _shown(value: Any) -> str:
