@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import Counter
 from decimal import Decimal
@@ -21,7 +22,7 @@ from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
 from nemo_flashrl.rollout.agent import Limits, run_episode, turn_seed
 from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
-from nemo_flashrl.rollout.untrusted import begun
+from nemo_flashrl.rollout.untrusted import ask, begun
 
 GET, ANSWER = ids("get ( k 2 9 )"), ids("answer ( v 1 7 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))
@@ -445,6 +446,23 @@ def test_one_that_swallows_its_cancellation_holds_up_nobody() -> None:
     t = asyncio.run(play_it())
     assert (t.end_reason, t.info["error"]) == ("environment_error", "step: no answer in 0.1 s (rollout.step_timeout)")
     assert environment.log[:3] == ["reset", "cancelled", "close"]
+
+
+@pytest.mark.parametrize("moments", [0, 1, 2, 3])
+def test_nothing_is_said_of_a_failure_that_nobody_waits_for_any_more(moments: int, caplog: Any) -> None:
+    async def fail() -> None:
+        raise OSError("disk full")
+
+    async def cancelled() -> None:
+        waiting = asyncio.ensure_future(ask("step", 5.0, fail))
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+
+    asyncio.run(cancelled())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_an_environment_cannot_spoil_our_counts() -> None:

@@ -33,6 +33,8 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
     event loop, `time.sleep` say, holds up everybody and cannot be ended from here: it belongs into a thread or process.
     """
     call = asyncio.ensure_future(_called(name, function, arguments))
+    # Where the call is left behind, or this one is cancelled, nobody else asks what it failed of.
+    call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.sleep(0)  # most calls wait for nothing, are done by now, and need no timer
         if not call.done():
@@ -42,7 +44,6 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
         if not call.done():
             call.cancel()
             await asyncio.wait({call}, timeout=_GRACE)
-            call.add_done_callback(lambda left: left.cancelled() or left.exception())  # nobody asks for it any more
     if late:
         raise EnvironmentFailure(f"{name}: no answer in {timeout:g} s (rollout.step_timeout)")
     if call.cancelled():
