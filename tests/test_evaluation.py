@@ -11,10 +11,11 @@ from doubles import ScriptedEngine, ScriptedEnvironment
 from test_rollout import GET, SAMPLING, TOKENIZER, collector
 from tiny import random_trajectories
 
-from nemo_flashrl.environments.environment import StepResult
+from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
-from nemo_flashrl.rollout.evaluation import evaluate, pass_at_k, success_rate
+from nemo_flashrl.rollout.evaluation import environment_errors, evaluate, pass_at_k, success_rate
 
 
 def samples(*solved: str):
@@ -59,11 +60,53 @@ def test_samples_of_a_task_are_together_and_differ_in_their_randomness() -> None
             TOKENIZER,
             Limits(max_context=128),
             SAMPLING,
+            max_in_flight=6,
             samples=3,
         )
     )
     assert [t.prompt_index for t in played] == [0, 0, 0, 1, 1, 1]
     assert len({sampling.seed for _, sampling in engine.requests}) == 6
+
+
+def test_no_more_episodes_at_a_time_than_allowed() -> None:
+    """A server of two sessions refuses a third."""
+    open_now = 0
+
+    class Session(ScriptedEnvironment):
+        held = False
+
+        async def reset(self, task: int) -> list[Message]:
+            nonlocal open_now
+            if open_now == 2:
+                raise ConnectionError("all sessions are taken")
+            self.held = True
+            open_now += 1
+            await asyncio.sleep(0.01 * (task == 0))  # the first ends last
+            return await super().reset(task)
+
+        async def close(self) -> None:
+            nonlocal open_now
+            open_now -= self.held
+
+    def played(max_in_flight: int) -> list[Trajectory]:
+        made = (Session([StepResult(reward=1.0, done=True)]) for _ in range(9))
+        limits = Limits(max_context=128)
+        return asyncio.run(
+            evaluate(
+                ScriptedEngine(GET),
+                lambda: next(made),
+                range(9),
+                TOKENIZER,
+                limits,
+                SAMPLING,
+                max_in_flight=max_in_flight,
+            )
+        )
+
+    bounded = played(2)
+    assert [t.prompt_index for t in bounded] == list(range(9))
+    assert (success_rate(bounded), environment_errors(bounded)) == (1, 0)
+    assert environment_errors(played(9)) == 7
 
 
 def rewarding(*rewards: float) -> Collector:

@@ -65,9 +65,9 @@ def test_evaluation_leaves_training_alone(warm_start: Path, tmp_path: Path) -> N
     evaluated = train(tmp_path / "evaluated", warm_start, 2, *reference, *played)
     found = [{k: v for k, v in step.items() if "evaluation_" in k} for step in evaluated]
     assert found[0] == {}
-    assert {f"{who}evaluation_{what}" for who in ("", "reference_") for what in ("success", "reward", "pass_at_2")} == {
-        *found[1]
-    }
+    names = ("success", "reward", "pass_at_2", "environment_errors")
+    assert {f"{who}evaluation_{what}" for who in ("", "reference_") for what in names} == {*found[1]}
+    assert found[1]["evaluation_environment_errors"] == 0
     before = "reference_evaluation_success"
     assert found[1][before] == found[2][before]  # frozen: the same weights, tasks and seeds
     assert [{k: v for k, v in step.items() if k not in found[1]} for step in evaluated] == plain

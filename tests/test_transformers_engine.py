@@ -65,6 +65,7 @@ def test_logprobs_of_whole_episodes_are_the_models(warm: Path, temperature: floa
             TOKENIZER,
             Limits(max_context=128),
             replace(ACTION, temperature=temperature),
+            max_in_flight=48,
         )
     )
     assert max(t.turns for t in trajectories) >= 4

@@ -120,6 +120,7 @@ def test_it_solves_one_in_five(tmp_path: Path, seed: int) -> None:
             make_tokenizer(),
             Limits(max_context=128),
             Sampling(max_tokens=8, stop_token_ids=(STOP,)),
+            max_in_flight=600,
         )
     )
     assert 0.18 <= success_rate(trajectories) <= 0.29

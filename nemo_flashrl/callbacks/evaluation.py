@@ -13,7 +13,7 @@ from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.driver import RolloutDriver
 from nemo_flashrl.rollout.engine import Engine
-from nemo_flashrl.rollout.evaluation import pass_at_k, success_rate
+from nemo_flashrl.rollout.evaluation import environment_errors, pass_at_k, success_rate
 
 
 class EvaluationCallback(pl.Callback):
@@ -63,6 +63,7 @@ class EvaluationCallback(pl.Callback):
         metrics = {
             f"{name}_success": success_rate(trajectories),
             f"{name}_reward": sum(t.reward for t in trajectories) / len(trajectories),
+            f"{name}_environment_errors": float(environment_errors(trajectories)),
         }
         if self.samples > 1:
             metrics[f"{name}_pass_at_{self.samples}"] = pass_at_k(trajectories, self.samples)

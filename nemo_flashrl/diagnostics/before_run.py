@@ -103,6 +103,7 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
                 parts.tokenizer,
                 episode_limits(config),
                 episode_sampling(config, parts.tokenizer),
+                max_in_flight=config.rollout.max_in_flight or config.rollout.batch_size,
                 samples=samples,
                 seed=config.trainer.seed,
             )

@@ -115,6 +115,7 @@ def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float)
             parts.tokenizer,
             episode_limits(config),
             sampling,
+            max_in_flight=config.rollout.batch_size,
             seed=config.trainer.seed,
         )
     )

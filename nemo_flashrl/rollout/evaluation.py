@@ -24,31 +24,38 @@ async def evaluate(
     limits: Limits,
     sampling: Sampling,
     *,
+    max_in_flight: int,
     samples: int = 1,
     seed: int = 0,
 ) -> list[Trajectory]:
-    """`samples` episodes of each task, all at once; in the order of `tasks`, those of a task together.
+    """`samples` episodes of each task, at most `max_in_flight` at a time; in the order of `tasks`, a task's together.
 
     A task whose prompt leaves no room for an answer is one that was not solved.
     """
-    codec = Codec(tokenizer)
-    episodes = [
-        run_episode(
-            engine,
-            made(make_environment),
-            task,
-            codec,
-            limits,
-            sampling,
-            task_index=index,
-            prompt_index=index,
-            sample=sample,
-            seed=seed,
-        )
-        for index, task in enumerate(tasks)
-        for sample in range(samples)
-    ]
+    codec, places = Codec(tokenizer), asyncio.Semaphore(max_in_flight)
+
+    async def play(index: int, task: Any, sample: int) -> Trajectory:
+        async with places:
+            return await run_episode(
+                engine,
+                made(make_environment),
+                task,
+                codec,
+                limits,
+                sampling,
+                task_index=index,
+                prompt_index=index,
+                sample=sample,
+                seed=seed,
+            )
+
+    episodes = [play(index, task, sample) for index, task in enumerate(tasks) for sample in range(samples)]
     return list(await asyncio.gather(*episodes))
+
+
+def environment_errors(trajectories: Sequence[Trajectory]) -> int:
+    """Number of episodes that a fault of the environment ended."""
+    return sum(t.end_reason == "environment_error" for t in trajectories)
 
 
 def success_rate(trajectories: Sequence[Trajectory]) -> float:
