@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from fractions import Fraction
 from typing import Any
@@ -125,6 +126,15 @@ def test_questions_from_a_file(tmp_path) -> None:
         VerifiableMath.tasks(settings_of(VerifiableMath, {**given, "question_field": "question"}, "environment"))
     with pytest.raises(ValueError, match="there is no such file"):
         VerifiableMath.tasks(Settings(path="nowhere.jsonl"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_letters_that_end_a_line_elsewhere_are_part_of_a_question(tmp_path, end: str) -> None:
+    """And the mark that some editors begin a file with is not."""
+    path, questions = tmp_path / "set.jsonl", ["a\u2028b", "c\u2029d", "e\u0085f", "\u00bd?"]
+    lines = (json.dumps({"question": question, "answer": "1"}, ensure_ascii=False) + end for question in questions)
+    path.write_bytes(("\ufeff" + "".join(lines)).encode())
+    assert [task.question for task in VerifiableMath.tasks(Settings(path=str(path)))] == questions
 
 
 def test_an_episode_of_reasoning_gym() -> None:

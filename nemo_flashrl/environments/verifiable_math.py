@@ -74,7 +74,7 @@ def read_tasks(settings: Settings) -> list[Task]:
     if not path.is_file():
         raise ValueError(f"environment.settings.path={settings.path!r}: there is no such file")
     tasks = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # U+2028 ends no line
         if not line.strip():
             continue
         try:
