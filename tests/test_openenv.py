@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from doubles import TextEngine, text_tokenizer
 
 from nemo_flashrl.config import settings_of
@@ -107,3 +109,29 @@ def test_no_server() -> None:
     assert t.info["error"].startswith("reset: ClientConnectorError")
     with pytest.raises(ValueError, match="url='localhost:1' must begin with http"):
         OpenEnv.Settings(url="localhost:1")
+
+
+def test_a_server_that_is_gone_leaves_no_client_open() -> None:
+    async def one_answer(request: web.Request) -> web.WebSocketResponse:
+        connection = web.WebSocketResponse()
+        await connection.prepare(request)
+        await connection.receive()
+        await connection.send_json({"type": "observation", "data": {"observation": {}}})
+        request.transport.abort()
+        return connection
+
+    async def closed() -> OpenEnv:
+        application = web.Application()
+        application.router.add_get("/ws", one_answer)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        environment = OpenEnv(OpenEnv.Settings(url=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+        await environment.reset(0)
+        await asyncio.sleep(0.2)  # the client sees the end
+        with pytest.raises(aiohttp.ClientConnectionResetError):
+            await environment.close()
+        await runner.cleanup()
+        return environment
+
+    assert asyncio.run(closed())._client.closed

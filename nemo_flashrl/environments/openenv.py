@@ -87,11 +87,13 @@ class OpenEnv:
         return StepResult(self._shown(answer), reward, done, self._reward >= self._settings.solved_at)
 
     async def close(self) -> None:
-        if self._socket is not None and not self._socket.closed:
-            await self._socket.send_json({"type": "close"})
-            await self._socket.close()
-        if self._client is not None:
-            await self._client.close()
+        try:
+            if self._socket is not None and not self._socket.closed:
+                await self._socket.send_json({"type": "close"})
+                await self._socket.close()
+        finally:
+            if self._client is not None:
+                await self._client.close()
 
     async def _ask(self, kind: str, data: Any) -> dict[str, Any]:
         """The data of the answer.
