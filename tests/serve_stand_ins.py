@@ -9,6 +9,8 @@ from nemo_flashrl.config import PluginConfig, RunConfig
 from nemo_flashrl.rollout_server import serve
 
 serve.importlib.util.find_spec = lambda name: name
+serve.check_model = lambda folder, accelerated: None
+serve.HEALTH_SECONDS = 0.1
 serve._has_accelerator = lambda: False  # which spares the import of torch
 serve.command = lambda config, options, port, accelerated: [
     sys.executable,

@@ -45,6 +45,8 @@ class Server:
     @web.middleware
     async def count(self, request: web.Request, handler: Any) -> web.StreamResponse:
         self.counts[request.path] += 1
+        if self.act.get("fail_always") == request.path:
+            raise web.HTTPInternalServerError
         if self.act.get("fail") == request.path:
             self.act.pop("fail")
             return web.json_response({"error": "told to"}, status=500)

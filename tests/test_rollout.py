@@ -68,12 +68,34 @@ def test_synchronous_mode_leaves_nothing_behind(in_flight: int) -> None:
     asyncio.run(run())
 
 
-def test_a_task_that_cannot_be_read_is_one_failed_episode() -> None:
-    """It has no token to learn from and is dropped, counted; the next epoch's first prompt takes its place."""
+def test_a_task_that_cannot_be_read_is_one_failed_episode(capsys) -> None:
+    """It has no token to learn from and is dropped, counted and told; the next epoch's first prompt takes its place."""
     source = collector(ScriptedEngine(GET), tasks=TornTasks(range(12)), batch_size=12, max_in_flight=1)
     batch = asyncio.run(source.collect(0))
     assert (batch.metrics["episodes_environment_error"], batch.metrics["dropped_empty"]) == (1, 1)
     assert len({*range(13)} - {*numbers(batch)}) == 1
+    assert (
+        "failed and is left out: tasks[9]: OSError: page 9 is torn; dropped_empty counts such"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_service_that_is_down_for_a_while_costs_few_prompts(capsys) -> None:
+    """Each `reset` fails for 1.5 s; without a rest, thousands would have failed by then and ended the run."""
+    back: list[float] = []
+
+    class Down(ScriptedEnvironment):
+        async def reset(self, task: Any) -> Any:
+            now = asyncio.get_running_loop().time()
+            if now < (back or back.append(now + 1.5) or back)[0]:
+                raise ConnectionError(f"no service for task {task}")
+            return await super().reset(task)
+
+    source = collector(ScriptedEngine(GET), lambda: Down([DONE]), batch_size=8, max_in_flight=4)
+    batch = asyncio.run(source.collect(0))
+    assert len(batch.trajectories) == 8
+    assert 8 < batch.metrics["dropped_empty"] < 30
+    assert capsys.readouterr().err.count("no service for task") == 1
 
 
 def test_a_straggler_does_not_hold_up_the_batch() -> None:

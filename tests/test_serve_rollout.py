@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +21,7 @@ from server_processes import HERE, free_port
 from nemo_flashrl import config
 from nemo_flashrl.cli import main
 from nemo_flashrl.rollout import server_pool
+from nemo_flashrl.rollout_server.model_check import check_model
 from nemo_flashrl.rollout_server.serve import ServeOptions, command, environment
 
 LONG = 60.0
@@ -84,6 +88,27 @@ def test_dead_server_is_started_again(serving: Serving) -> None:
     assert first[0] in now and first[1] not in now and len(now) == 2
     with urllib.request.urlopen(f"http://127.0.0.1:{serving.ports[1]}/health", timeout=10) as answer:
         assert answer.status == 200
+
+
+def test_server_whose_engine_died_is_started_again(serving: Serving) -> None:
+    """vLLM's process then lives on and refuses."""
+    first = serving.servers()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{serving.ports[1]}/behave", json.dumps({"fail_always": "/health"}).encode()
+    )
+    urllib.request.urlopen(request, timeout=10).close()
+    serving.says(f"the server on port {serving.ports[1]} refuses its health checks and is ended")
+    serving.says("is ready", 3)
+    assert first[0] in serving.servers() and first[1] not in serving.servers()
+
+
+def test_a_proxy_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    serving = Serving(tmp_path / "log")
+    serving.says("is ready", 2)
+    serving.process.terminate()
+    assert serving.process.wait(LONG) == 128 + signal.SIGTERM
 
 
 def test_server_that_dies_again_and_again_is_an_error(serving: Serving) -> None:
@@ -207,6 +232,24 @@ def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         with pytest.raises(SystemExit, match="2"):
             main(["serve-rollout", settings, f"{flag}={value}"])
         assert f"argument {flag}: {value!r}: must be a whole number {right}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, "config.json names no model (FileNotFoundError"),
+        ({"model_type": "qwen2"}, "config.json names no model (KeyError('hidden_size'))"),
+        ({"hidden_size": 64, "num_attention_heads": 4}, "heads of 16; vLLM on a CPU needs 32 or more"),
+        ({"head_dim": 32, "hidden_size": 64, "num_attention_heads": 4}, ""),
+    ],
+)
+def test_a_model_that_cannot_be_served(config: dict | None, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        check_model(tmp_path / "none", accelerated=False)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(said)) if said else contextlib.nullcontext():
+        check_model(tmp_path, accelerated=False)
 
 
 def test_no_output_is_needed(settings: str, capsys: pytest.CaptureFixture) -> None:

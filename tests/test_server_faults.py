@@ -257,6 +257,57 @@ def test_server_that_came_back_gets_the_weights_of_the_moment(pair: list[StandIn
     run(over, story())
 
 
+def test_a_sync_waits_for_a_server_that_fell_meanwhile(pair: list[StandIn], capfd) -> None:
+    """Nobody asks for anything while the trainer trains; the only server is started again after 2 s."""
+    over = engine(pair[:1])
+
+    async def story() -> None:
+        await over.load_weights(weights(0.0, 5), 5)
+        pair[0].end()
+        loading = asyncio.create_task(over.load_weights(weights(1.0, 6), 6))
+        await asyncio.sleep(2.0)
+        assert not loading.done()
+        pair[0].start()
+        await loading
+        generation = await over.generate([1], Sampling())
+        assert set(generation.versions) == {6}
+
+    run(over, story())
+    assert f"{pair[0].url} has come back and is used again" in capfd.readouterr().err
+
+
+def test_a_sync_without_servers_is_an_error_in_time(pair: list[StandIn]) -> None:
+    over = engine(pair, timeout=1.0)
+
+    async def story() -> None:
+        await over.load_weights(weights(0.0, 1), 1)
+        for server in pair:
+            server.end()
+        with pytest.raises(RuntimeError, match="no rollout server came up in 1 s"):
+            await over.load_weights(weights(1.0, 2), 2)
+        assert len(list(over._home.folder.glob("sync-*"))) == 1
+
+    run(over, story())
+
+
+def test_a_server_that_hangs_in_a_sync_is_left(pair: list[StandIn]) -> None:
+    """Its health is looked at as that of one that owes an answer: nobody waits for the time-out of the call."""
+    over = engine(pair)
+
+    async def story() -> None:
+        await over.load_weights(weights(0.0, 1), 1)
+        pair[0].signal(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            await over.load_weights(weights(1.0, 2), 2)
+            assert time.monotonic() - started < LONG / 2
+        finally:
+            pair[0].signal(signal.SIGCONT)
+        assert [server.up for server in over._pool.servers] == [False, True]
+
+    run(over, story())
+
+
 def test_refused_sync_leaves_the_old_weights(pair: list[StandIn]) -> None:
     over = engine(pair)
     sampling = Sampling(max_tokens=4)

@@ -18,7 +18,7 @@ defaults: [/algorithm: flash_reinforce, _self_]
 output: {folder}/run
 model: {{path: {model}, context_length: 512, precision: fp32}}
 environment: {{name: letters.Letters}}
-rollout: {{engine: vllm, servers: ["{url}"], server_timeout: 15, batch_size: 32, max_tokens_per_turn: 200}}
+rollout: {{engine: vllm, servers: ["{url}"], server_timeout: 10, batch_size: 32, max_tokens_per_turn: 200}}
 trainer: {{steps: 1000}}
 checkpoint: {{every_steps: 0}}
 """
@@ -35,7 +35,7 @@ def test_kill_of_the_only_server(vllm_server: RealServer, tmp_path: Path) -> Non
             time.sleep(0.1)
         os.kill(vllm_server.vllm_process(), signal.SIGKILL)
         said = running.result()
-    assert "no rollout server came up in 15 s" in said or "no rollout server took the weights" in said
+    assert "no rollout server came up in 10 s" in said or "no rollout server took the weights" in said
     while "is started again" not in vllm_server.log.read_text():
         time.sleep(0.1)
     group = vllm_server.vllm_process()

@@ -190,7 +190,7 @@ class BroadcastEngine(RemoteEngine):
         Raises:
             _Failed: something failed, with the servers whose call it was; the calls have ended.
         """
-        tasks = {asyncio.create_task(call): server for server, call in calls.items()}
+        tasks = {asyncio.create_task(self._watched(server, call)): server for server, call in calls.items()}
         acting: asyncio.Future[None] | None = None
         try:
             await self._unless_one_fails(tasks, self._all_reported(group, step))
@@ -213,6 +213,10 @@ class BroadcastEngine(RemoteEngine):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watched(self, server: Server, call: Coroutine[Any, Any, Any]) -> Any:
+        """A server that has only come back is not up before it has the weights."""
+        return await (self._pool.watched(server, call) if server.up else call)
 
     async def _unless_one_fails(self, tasks: Iterable[asyncio.Task], work: Awaitable[Any]) -> None:
         """Wait for `work`, but raise what one of `tasks` failed with before it was done."""

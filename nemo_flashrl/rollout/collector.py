@@ -28,7 +28,7 @@ from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.agent import Limits, run_episode
 from nemo_flashrl.rollout.batch_metrics import rollout_metrics
 from nemo_flashrl.rollout.codec import Codec
-from nemo_flashrl.rollout.dropping import none_usable, reason_to_drop
+from nemo_flashrl.rollout.dropping import Failing, FirstErrors, none_usable, reason_to_drop
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.prompts import PromptSource
 from nemo_flashrl.rollout.untrusted import begun
@@ -93,6 +93,7 @@ class Collector:
         self._ready: deque[Group] = deque()  # complete, in the order in which they were completed
         self._chosen: list[Group] = []  # of the batch that is being collected
         self._totals: Counter[str] = Counter()  # of the whole run, what was resumed included
+        self._errors, self._failing = FirstErrors(), Failing()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._collecting = self._closed = self._stopped = False
@@ -221,6 +222,7 @@ class Collector:
                 continue
             dropped[reason] += len(group)
             self._totals[f"trajectories_dropped_{reason}"] += len(group)
+            self._errors.tell(group)
             self._prompts.finish(group[0].prompt_index)
             # A sound run drops at most what was finished when the policy moved on; more in a row never ends.
             at_most = self._group_size * (self._max_in_flight + self._replacements) + 4 * self._batch_size
@@ -261,6 +263,8 @@ class Collector:
             sample=sample,
             seed=self._seed,
         )
+        if rest := self._failing.rest(trajectory):
+            await asyncio.sleep(rest)
         self._sampled += trajectory.action_count
         group = self._siblings.add(trajectory, sample, self._group_size, asyncio.get_running_loop().time())
         if group is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.agent import PROMPT_TOO_LONG
+
+_KIND_LENGTH, _MOST_KINDS = 100, 20  # characters of an error, digits aside, that make its kind; kinds that are told
+_FREE, _LONGEST_REST = 8, 2.0  # failures in a row after which places rest, and for how many seconds at most
 
 
 def reason_to_drop(group: Sequence[Trajectory], oldest_version: int | None, *, replace_tied: bool) -> str | None:
@@ -32,6 +36,40 @@ def none_usable(dropped: Counter[str], last: Sequence[Trajectory]) -> ValueError
         f"{dropped.total()} trajectories in a row were dropped and none was usable ({reasons})"
         + (f"; the environment's last error: {error}" if error else "")
     )
+
+
+class FirstErrors:
+    """Tells on stderr of what dropped episodes failed with, each kind once: they are in no file of the run."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+
+    def tell(self, group: Sequence[Trajectory]) -> None:
+        """Of a group that was dropped."""
+        for trajectory in group:
+            error = str(trajectory.info.get("error", "")) if trajectory.end_reason == "environment_error" else ""
+            kind = re.sub(r"[0-9]+", "", error)[:_KIND_LENGTH]
+            if error and kind not in self._kinds and len(self._kinds) < _MOST_KINDS:
+                self._kinds.add(kind)
+                said = f"an episode of prompt {trajectory.prompt_index} failed and is left out: {error}"
+                print(f"rollouts: {said}; dropped_empty counts such", file=sys.stderr, flush=True)
+
+
+class Failing:
+    """How long a place rests after an episode that could not begin.
+
+    One is a fault of its task. Many in a row are a service that is down: without a rest they would spend an epoch of
+    prompts in the seconds until it is back.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def rest(self, ended: Trajectory) -> float:
+        """Seconds, after `ended`."""
+        never_began = ended.end_reason == "environment_error" and not ended.turns
+        self._in_a_row = self._in_a_row + 1 if never_began else 0
+        return min(_LONGEST_REST, 0.1 * 2.0 ** (self._in_a_row - _FREE)) if self._in_a_row > _FREE else 0.0
 
 
 @dataclass

@@ -143,10 +143,10 @@ class RemoteEngine:
         """Hand new weights to all servers and serve them as `version`.
 
         Requests in flight go on with the new weights. A server that cannot take them is left out until the next sync;
-        with none left, the old weights go on serving.
+        where all refuse them, the old weights go on serving; where none is there, one that comes back is waited for.
 
         Raises:
-            RuntimeError: no server took them.
+            RuntimeError: no server took them, or none came back in time.
             Whatever the stream raises.
         """
         await self._open()
@@ -157,13 +157,11 @@ class RemoteEngine:
         except BaseException:
             shutil.rmtree(weights.folder, ignore_errors=True)
             raise
-        results = await self._distribute(weights)
-        failures = [result for result in results if result is not None]
-        if len(failures) == len(results):
+        try:
+            await self._distribute_to_some(weights)
+        except BaseException:
             shutil.rmtree(weights.folder, ignore_errors=True)
-            raise RuntimeError(f"no rollout server took the weights of version {version}: {failures[0]}") from failures[
-                0
-            ]
+            raise
         if self._weights is not None:
             shutil.rmtree(self._weights.folder, ignore_errors=True)
         self._weights, self.version = weights, version
@@ -193,6 +191,19 @@ class RemoteEngine:
         if self._weights is not None:
             await self._sync(server, self._weights)
 
+    async def _distribute_to_some(self, weights: Weights) -> None:
+        """Until a server serves `weights`; they may all have fallen while nobody asked them anything."""
+        servers = self._pool.servers
+        for _ in range(SYNC_ATTEMPTS):
+            failures = [result for result in await self._distribute(weights) if result is not None]
+            if len(failures) < len(servers):
+                return
+            if any([await self._pool.examine(server) for server in servers]):
+                break
+            await self._pool.take()
+        said = f"no rollout server took the weights of version {weights.version}: {failures[0]}"
+        raise RuntimeError(said) from failures[0]
+
     async def _distribute(self, weights: Weights) -> list[BaseException | None]:
         """Bring all servers to `weights`; what each failed with, None for one that serves them."""
         return await asyncio.gather(*(self._refit(s, weights) for s in self._pool.servers), return_exceptions=True)
@@ -203,11 +214,12 @@ class RemoteEngine:
             try:
                 if not server.up:
                     await self._pool.bring_up(server)
-                return await self._sync(server, weights)
+                return await self._pool.watched(server, self._sync(server, weights))
             except Fault as fault:
                 self._pool.faults[f"sync_{fault.reason}"] += 1
                 print(f"rollouts: weights of version {weights.version}: {fault}", file=sys.stderr, flush=True)
-                if not await self._pool.examine(server) or attempt + 1 == SYNC_ATTEMPTS:
+                last = attempt + 1 == SYNC_ATTEMPTS
+                if last or not server.up or not await self._pool.examine(server):
                     self._pool.drop(server)
                     raise
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 
+T = TypeVar("T")
 MISSED_CHECKS = 3  # silent health checks in a row; one may be the fault of a busy machine
 _KEEP_ALIVE = 1.0  # seconds; uvicorn closes an idle connection after 5, and a busy one does over a waiting request
+_PATIENCE = 5.0  # seconds of waiting for a server before it is told
 _REFUSED = range(400, 500)
 _PASSING = (408, 425, 429)  # refusals that another server, or another moment, may not repeat
 
@@ -45,6 +48,7 @@ class Server:
         self.in_flight = 0
         self.fallen: asyncio.Future[None] | None = None  # done when the server falls; new when it comes up
         self.watcher: asyncio.Task | None = None
+        self.rising = asyncio.Lock()
 
 
 class ServerPool:
@@ -112,19 +116,23 @@ class ServerPool:
         Raises:
             Fault: it fell, failed or answered with something that is not JSON. ValueError: it refused the request.
         """
+        return await self.watched(server, self.call(server, path, body, timeout=None))
+
+    async def watched(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` on a server that is up returns, as long as that is alive. Raises as `work`; Fault: it fell."""
         server.in_flight += 1
         if server.watcher is None or server.watcher.done():
             server.watcher = asyncio.create_task(self._watch(server))
-        post = asyncio.create_task(self.call(server, path, body, timeout=None))
+        working = asyncio.create_task(work)
         try:
-            await asyncio.wait({post, server.fallen}, return_when=asyncio.FIRST_COMPLETED)
-            if not post.done():
+            await asyncio.wait({working, server.fallen}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
                 raise Fault("dead", f"{server.url} fell while it owed an answer")
-            return post.result()
+            return working.result()
         finally:
             server.in_flight -= 1
-            if not post.done():
-                post.cancel()
+            if not working.done():
+                working.cancel()
 
     async def call(
         self, server: Server, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = 0
@@ -157,26 +165,31 @@ class ServerPool:
         """Look whether a server is alive, and let it fall if it is not."""
         try:
             await self._check_health(server)
-        except Fault:
-            self.drop(server)
+        except Fault as fault:
+            self.drop(server, str(fault))
             return False
         return True
 
-    def drop(self, server: Server) -> None:
+    def drop(self, server: Server, why: str = "") -> None:
         """Use a server no more until it has been adopted again; what it owes fails now."""
         if server.up:
             server.up = False
             self.faults["servers_fallen"] += 1
             if not self._closed:
-                print(f"rollouts: {server.url} has fallen and is left out", file=sys.stderr, flush=True)
+                _say(f"{server.url} has fallen and is left out" + (f": {why}" if why else ""))
             server.fallen.set_result(None)
 
     async def bring_up(self, server: Server) -> None:
         """Adopt a server that is down, if it answers. Raises as `call`."""
-        await self._check_health(server)
-        await self._adopt(server)
-        server.fallen = asyncio.get_running_loop().create_future()
-        server.up = True
+        async with server.rising:  # a request that waits for one and new weights may both ask for it
+            if server.up:
+                return
+            await self._check_health(server)
+            await self._adopt(server)
+            if server.fallen is not None:
+                _say(f"{server.url} has come back and is used again")
+            server.fallen = asyncio.get_running_loop().create_future()
+            server.up = True
 
     async def close(self) -> None:
         """Let go of everything; requests in flight fail."""
@@ -193,6 +206,8 @@ class ServerPool:
     async def _come_up(self, servers: Sequence[Server]) -> None:
         """Return when one of `servers` is up."""
         last: Exception | None = None
+        urls = ", ".join(server.url for server in servers)
+        tell_at = asyncio.get_running_loop().time() + _PATIENCE
         try:
             async with asyncio.timeout(self.timeout):
                 while True:
@@ -201,9 +216,11 @@ class ServerPool:
                             return await self.bring_up(server)
                         except Fault as fault:
                             last = fault
+                    if asyncio.get_running_loop().time() > tell_at:
+                        tell_at = math.inf
+                        _say(f"waiting for {urls}, up to {self.timeout:g} s (rollout.server_timeout): {last}")
                     await asyncio.sleep(min(1.0, self._health_seconds))
         except TimeoutError as error:
-            urls = ", ".join(server.url for server in servers)
             raise NoServer(
                 f"no rollout server came up in {self.timeout:g} s: {urls}; the last fault: {last}"
             ) from error
@@ -228,8 +245,12 @@ class ServerPool:
                 missed = 0
             except Fault as fault:
                 missed = missed + 1 if fault.reason == "timeout" else MISSED_CHECKS
-            if missed >= MISSED_CHECKS:
-                self.drop(server)
+                if missed >= MISSED_CHECKS:
+                    self.drop(server, str(fault))
+
+
+def _say(text: str) -> None:
+    print(f"rollouts: {text}", file=sys.stderr, flush=True)
 
 
 def _excerpt(content: bytes) -> str:

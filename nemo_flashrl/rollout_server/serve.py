@@ -24,9 +24,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.rollout_server.model_check import check_model
 
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.5
+HEALTH_SECONDS, MOST_REFUSALS = 5.0, 3
 # A server that dies this soon after it answers, so often in a row, would die for ever.
 EARLY_SECONDS, MOST_EARLY_DEATHS = 120.0, 3
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -73,9 +75,19 @@ class _Server:
     ready: bool = False
     ready_at: float = 0.0
     early_deaths: int = 0  # in a row
+    refusals: int = 0  # of health checks, in a row
+    look_at: float = 0.0  # when the next one is due
+
+    def is_lost(self, host: str) -> bool:
+        """Whether one that has answered refuses: when its engine dies, vLLM waits for open requests without an end."""
+        if time.monotonic() < self.look_at:
+            return False
+        self.look_at = time.monotonic() + HEALTH_SECONDS
+        self.refusals = self.refusals + 1 if (_health(host, self.port) or 200) >= 500 else 0
+        return self.refusals == MOST_REFUSALS
 
     def start(self) -> None:
-        self.ready = False
+        self.ready, self.refusals = False, 0
         self.process = subprocess.Popen(
             self.command,
             env={**os.environ, **self.environment},
@@ -115,6 +127,7 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
         raise ValueError(f"vLLM is not installed for {sys.executable}: run this from the environment that holds it")
     accelerated = _has_accelerator()
     ports = _ports(config, options)
+    check_model(Path(config.model.path), accelerated)
     more = _ADAPTER_ENVIRONMENT if config.rollout.weight_transfer == "adapter" else {}
     servers = [
         _Server(port, command(config, options, port, accelerated), environment(options, index, accelerated) | more)
@@ -202,6 +215,9 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
     deadline = time.monotonic() + options.timeout
     while signals.received is None and (options.follow is None or _is_alive(options.follow)):
         for server in servers:
+            if server.ready and server.is_lost(options.host):
+                _say(f"the server on port {server.port} refuses its health checks and is ended")
+                _end([server])
             code = server.process.poll()
             if code is not None:
                 if not server.ready:
@@ -219,7 +235,7 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
                 _end([server])  # its workers may live on
                 server.start()
                 deadline = time.monotonic() + options.timeout
-            elif not server.ready and _answers(options.host, server.port):
+            elif not server.ready and _health(options.host, server.port) == 200:
                 server.ready, server.ready_at = True, time.monotonic()
                 _say(f"http://{options.host}:{server.port} is ready")
             elif not server.ready and time.monotonic() > deadline:
@@ -228,12 +244,17 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
     _say("ending the servers")
 
 
-def _answers(host: str, port: int) -> bool:
+def _health(host: str, port: int) -> int | None:
+    """The status of a server's health check: 503 also for a closed port, None for silence. Asked without a proxy."""
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=2) as response:
-            return response.status == 200
-    except (OSError, urllib.error.URLError):
-        return False
+        with direct.open(f"http://{here}:{port}/health", timeout=2) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError as error:
+        return 503 if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
 
 
 def _is_alive(process: int) -> bool:

@@ -1,0 +1,28 @@
+"""What a server cannot serve, told in a line before vLLM says it in hundreds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+SMALLEST_CPU_HEAD = 32  # of vLLM's attention on a CPU; a smaller one kills the engine at its first request
+
+
+def check_model(folder: Path, accelerated: bool) -> None:
+    """Refuse a folder that holds no model, and one that vLLM's CPU build cannot compute.
+
+    Raises:
+        ValueError: it is such a folder.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"model.path={str(folder)!r}: no such folder; give a Hugging Face checkpoint folder")
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"model.path={str(folder)!r}: config.json names no model ({error!r})") from error
+    if not accelerated and head < SMALLEST_CPU_HEAD:
+        raise ValueError(
+            f"model.path={str(folder)!r}: heads of {head}; vLLM on a CPU needs {SMALLEST_CPU_HEAD} or more. "
+            "rollout.engine=transformers samples from such a model"
+        )
