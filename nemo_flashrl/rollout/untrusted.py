@@ -181,7 +181,8 @@ def _truth(name: str, value: Any) -> bool:
 
 def _number(name: str, value: Any) -> float:
     try:
-        if np.iscomplexobj(value):  # abs makes a number of it, and float of NumPy's drops a part
+        # abs would make a number of it, and float of NumPy's would drop a part.
+        if not isinstance(value, float) and np.iscomplexobj(value):
             raise TypeError("a complex number")
         within = bool(abs(value) <= LARGEST_REWARD)  # NaN is not
         number = float(value) if within else 0.0
