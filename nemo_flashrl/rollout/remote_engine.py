@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rollout.engine import NamedTensors
 from nemo_flashrl.rollout.probe import Probe
-from nemo_flashrl.rollout.server_pool import Fault, Server, ServerPool
+from nemo_flashrl.rollout.server_pool import Fault, NoServer, Server, ServerPool
 from nemo_flashrl.rollout.weight_folder import WeightsHome, write_folder
 
 GENERATE_ATTEMPTS = 4
@@ -146,7 +146,7 @@ class RemoteEngine:
         where all refuse them, the old weights go on serving; where none is there, one that comes back is waited for.
 
         Raises:
-            RuntimeError: no server took them, or none came back in time.
+            NoServer: no server took them, or none came back in time.
             Whatever the stream raises.
         """
         await self._open()
@@ -202,7 +202,7 @@ class RemoteEngine:
                 break
             await self._pool.take()
         said = f"no rollout server took the weights of version {weights.version}: {failures[0]}"
-        raise RuntimeError(said) from failures[0]
+        raise NoServer(said) from failures[0]
 
     async def _distribute(self, weights: Weights) -> list[BaseException | None]:
         """Bring all servers to `weights`; what each failed with, None for one that serves them."""

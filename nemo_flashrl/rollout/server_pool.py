@@ -36,7 +36,7 @@ class Fault(Exception):
 
 
 class NoServer(RuntimeError):
-    """No server came up in time; nothing is wrong with the run itself."""
+    """No server came up in time, or none takes the weights; nothing is wrong with the run itself."""
 
 
 class Server:
