@@ -126,7 +126,8 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
     from nemo_flashrl.rollout.engines import make_engine
 
     rollout = config.rollout
-    engine = make_engine(rollout, config.model.path, parts.vocab_size)
+    limits = setup.episode_limits(config)
+    engine = make_engine(rollout, config.model.path, parts.vocab_size, limits.max_context)
     if rollout.mode == "async":
         engine = DrainingEngine(engine)
     collector = Collector(
@@ -135,7 +136,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         parts.tasks,
         parts.tokenizer,
         setup.prompt_source(config, parts.tasks),
-        setup.episode_limits(config),
+        limits,
         setup.episode_sampling(config, parts.tokenizer),
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,

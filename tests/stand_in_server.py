@@ -39,6 +39,9 @@ class Server:
             self.begin_anew()
         return web.json_response({})
 
+    async def list_models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": self.act.get("context", 4096)}]})
+
     async def tell(self, request: web.Request) -> web.Response:
         return web.json_response(self.counts)
 
@@ -162,6 +165,7 @@ def load_folder(folder: Path) -> np.ndarray:
 def app(server: Server) -> web.Application:
     application = web.Application(middlewares=[server.count])
     gets = {"/health": server.fine, "/is_paused": server.fine, "/weight_info": server.fine, "/counts": server.tell}
+    gets["/v1/models"] = server.list_models
     posts = {
         "/behave": server.behave,
         "/inference/v1/generate": server.generate,

@@ -397,11 +397,15 @@ def test_stream_that_breaks_off(pair: list[StandIn]) -> None:
         ({"top_k": 5}, "truncates"),
         ({"top_k": 28}, "0.* in the whole distribution"),
         ({"fail": "/init_weight_transfer_engine"}, "no weight-transfer backend of ours"),
+        (
+            {"context": 127},
+            r"takes 127 tokens .* may come to 128 \(model.context_length\): start it with .*serve-rollout",
+        ),
     ],
 )
 def test_refused_at_start(pair: list[StandIn], how: dict[str, Any], words: str) -> None:
     pair[1].behave(**how)
-    over = engine(pair)
+    over = engine(pair, context=128)
     with pytest.raises(ValueError, match=words) as refused:
         run(over, over.generate([1], Sampling()))
     assert pair[1].url in str(refused.value) and "serve-rollout" in str(refused.value)

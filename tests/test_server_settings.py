@@ -77,4 +77,4 @@ def test_unknown_engine(model: Path, tmp_path: Path) -> None:
 def test_engine_of_a_configuration(model: Path, tmp_path: Path, name: str, transfer: str, kind: type) -> None:
     servers = [] if name == "transformers" else ["rollout.servers=[http://a:1]", f"rollout.weights_folder={tmp_path}"]
     run = settings(model, tmp_path, f"rollout.engine={name}", f"rollout.weight_transfer={transfer}", *servers)
-    assert type(make_engine(run.rollout, str(model), 515)) is kind
+    assert type(make_engine(run.rollout, str(model), 515, 128)) is kind

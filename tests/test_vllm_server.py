@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def weights(model: PreTrainedModel, leave_out: str = "-") -> ProbedWeights:
     return ProbedWeights(named, Probe(ids, tuple(logprobs(model, list(ids)).tolist()), 1e-3))
 
 
-def run(server: RealServer, story: Callable[[Any], Awaitable[Any]], kind: type = VLLMEngine) -> Any:
+def run(server: RealServer, story: Callable[[Any], Awaitable[Any]], kind: Callable[..., Any] = VLLMEngine) -> Any:
     async def whole() -> Any:
         engine = kind([server.url], VOCAB, timeout=LONG)
         try:
@@ -109,6 +110,17 @@ def test_stop_tokens_and_lengths(vllm_server: RealServer, policies: dict) -> Non
         assert not engine.faults
 
     run(vllm_server, story)
+
+
+def test_a_context_beyond_the_servers_is_refused_at_start(vllm_server: RealServer) -> None:
+    """Else an episode that grows so long would end the run, hours later."""
+
+    async def story(engine: VLLMEngine) -> None:
+        await engine.generate([1], Sampling())
+
+    run(vllm_server, story, functools.partial(VLLMEngine, context=CONTEXT))
+    with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens of prompt and answer together"):
+        run(vllm_server, story, functools.partial(VLLMEngine, context=CONTEXT + 1))
 
 
 def test_many_long_prompts_at_once(vllm_server: RealServer, policies: dict) -> None:

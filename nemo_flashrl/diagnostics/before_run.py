@@ -94,14 +94,15 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
     tasks: list[Any] = [parts.tasks[source.next()[1]] for _ in range(min(prompts, len(parts.tasks)))]
 
     async def play() -> list[Trajectory]:
-        engine = make_engine(config.rollout, config.model.path, parts.vocab_size)
+        limits = episode_limits(config)
+        engine = make_engine(config.rollout, config.model.path, parts.vocab_size, limits.max_context)
         try:
             return await evaluate(
                 engine,
                 lambda: parts.environment(parts.environment_settings),
                 tasks,
                 parts.tokenizer,
-                episode_limits(config),
+                limits,
                 episode_sampling(config, parts.tokenizer),
                 max_in_flight=config.rollout.max_in_flight or config.rollout.batch_size,
                 samples=samples,

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from nemo_flashrl.rollout.engine import Engine
 
 
-def make_engine(settings: RolloutConfig, model_path: str, vocab_size: int) -> Engine:
-    """Servers are first spoken to when something is asked of the engine."""
+def make_engine(settings: RolloutConfig, model_path: str, vocab_size: int, context: int) -> Engine:
+    """`context` is what an episode may come to, in tokens. Servers are first spoken to when something is asked."""
     if settings.engine == "transformers":
         return rollout.TransformersEngine(model_path)
     ways = {"file": rollout.VLLMEngine, "broadcast": rollout.BroadcastEngine, "adapter": rollout.AdapterEngine}
     vllm = ways[settings.weight_transfer]
     kind = {"vllm": vllm, "sglang": rollout.SGLangEngine}[settings.engine]
-    return kind(settings.servers, vocab_size, weights_folder=settings.weights_folder, timeout=settings.server_timeout)
+    folder, timeout = settings.weights_folder, settings.server_timeout
+    return kind(settings.servers, vocab_size, weights_folder=folder, timeout=timeout, context=context)

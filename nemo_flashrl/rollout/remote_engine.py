@@ -61,6 +61,10 @@ class Dialect(Protocol):
         """Refuse a server that cannot be trained from."""
         ...
 
+    async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
+        """Tokens of prompt and answer together that it takes; None where it does not say."""
+        ...
+
     async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
         """Replace a server's weights between two tokens of what is in flight."""
         ...
@@ -80,6 +84,7 @@ class RemoteEngine:
         weights_folder: where new weights are written for them; every server must see it. None is shared memory.
         timeout: seconds for a server to come up, to load weights, or to come back when all are down.
         health_seconds: between two looks at a server that owes an answer.
+        context: tokens that an episode may come to; a server that takes fewer is refused. 0 asks none.
     """
 
     def __init__(
@@ -92,11 +97,13 @@ class RemoteEngine:
         weights_folder: str | Path | None = None,
         timeout: float = 300.0,
         health_seconds: float = 5.0,
+        context: int = 0,
     ) -> None:
         if not servers:
             raise ValueError("servers=[]: name the URL of one rollout server at least")
         self.version = version
         self._dialect, self._vocab_size, self._initial_version = dialect, vocab_size, version
+        self._context = context
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._home = WeightsHome(Path(weights_folder or shared))
         self._weights: Weights | None = None
@@ -188,6 +195,13 @@ class RemoteEngine:
 
     async def _adopt(self, server: Server) -> None:
         await self._dialect.check(self._pool, server)
+        longest = await self._dialect.longest_context(self._pool, server)
+        if longest is not None and longest < self._context:
+            raise ValueError(
+                f"{server.url} takes {longest} tokens of prompt and answer together, and an episode may come to "
+                f"{self._context} (model.context_length): start it with this run's configuration by `flashrl "
+                "serve-rollout`"
+            )
         if self._weights is not None:
             await self._sync(server, self._weights)
 

@@ -77,6 +77,10 @@ class SGLangDialect:
         except (KeyError, IndexError, TypeError) as error:
             raise ValueError(f"{server.url} answers as no {SUPPORTED} does ({error!r})") from error
 
+    async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
+        """See `Dialect.longest_context`; only its own log says."""
+        return None
+
     async def top_logprobs(
         self, pool: ServerPool, server: Server, token_ids: Sequence[int], temperature: float, count: int
     ) -> dict[int, float]:

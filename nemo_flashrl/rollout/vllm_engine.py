@@ -93,6 +93,10 @@ class VLLMDialect:
         except (Fault, ValueError) as error:
             raise ValueError(f"{server.url} has no weight-transfer backend of ours ({error}); {_HOW}") from error
 
+    async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
+        """See `Dialect.longest_context`: `--max-model-len`, or what the checkpoint says."""
+        return (await pool.call(server, "/v1/models"))["data"][0].get("max_model_len")
+
     async def top_logprobs(
         self, pool: ServerPool, server: Server, token_ids: Sequence[int], temperature: float, count: int
     ) -> dict[int, float]:
