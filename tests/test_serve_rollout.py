@@ -207,6 +207,8 @@ def test_devices_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert environment(options, 1, accelerated=True)["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert "CUDA_VISIBLE_DEVICES" not in environment(options, 1, accelerated=False)
+    with pytest.raises(ValueError, match=r"'4,5,6,7' names 4 GPU\(s\), and 3 server\(s\) of 2 each need 6"):
+        environment(ServeOptions(servers=3, tensor_parallel=2), 2, accelerated=True)
 
 
 def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -183,6 +183,10 @@ def environment(options: ServeOptions, index: int, accelerated: bool) -> dict[st
     first = index * options.tensor_parallel
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = own.split(",") if own else [str(n) for n in range(first + options.tensor_parallel)]
+    last = first + options.tensor_parallel
+    if len(devices) < last:
+        each = f"{index + 1} server(s) of {options.tensor_parallel} each need {last}"
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={own!r} names {len(devices)} GPU(s), and {each}")
     return _ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + options.tensor_parallel])}
 
 
