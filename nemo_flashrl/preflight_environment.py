@@ -19,7 +19,7 @@ from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.data.length_batcher import usable_context
 from nemo_flashrl.rollout.codec import Codec
 from nemo_flashrl.rollout.setup import held_out_tasks, long_prompts
-from nemo_flashrl.rollout.untrusted import EnvironmentFailure, ask, made, reset, tasks_of
+from nemo_flashrl.rollout.untrusted import EnvironmentFailure, ask, in_words, made, reset, tasks_of
 
 MEMBERS = ("Settings", "tasks", "reset", "step", "close")
 CHECKED_PROMPTS = 8  # enough to see a context that no prompt fits; later ones are met by the agent loop
@@ -108,7 +108,7 @@ async def _prompt(
     except EnvironmentFailure as error:
         failure = error
     except Exception as error:  # of the tasks, or what a chat template says of the messages
-        failure = EnvironmentFailure(f"{name}: {type(error).__name__}: {error}")
+        failure = EnvironmentFailure(f"{name}: {in_words(error)}")
     began(name := f"close after task {index}")
     try:
         await ask(name, timeout, environment.close)

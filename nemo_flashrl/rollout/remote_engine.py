@@ -161,10 +161,6 @@ class RemoteEngine:
         weights = Weights(self._home.folder / f"sync-{self._syncs}", version, getattr(stream, "probe", None))
         try:
             await self._write(stream, weights.folder)
-        except BaseException:
-            shutil.rmtree(weights.folder, ignore_errors=True)
-            raise
-        try:
             await self._distribute_to_some(weights)
         except BaseException:
             shutil.rmtree(weights.folder, ignore_errors=True)
@@ -212,7 +208,7 @@ class RemoteEngine:
             failures = [result for result in await self._distribute(weights) if result is not None]
             if len(failures) < len(servers):
                 return
-            if any([await self._pool.examine(server) for server in servers]):
+            if any(await asyncio.gather(*map(self._pool.examine, servers))):
                 break
             await self._pool.take()
         said = f"no rollout server took the weights of version {weights.version}: {failures[0]}"

@@ -83,7 +83,7 @@ class _Server:
         if time.monotonic() < self.look_at:
             return False
         self.look_at = time.monotonic() + HEALTH_SECONDS
-        self.refusals = self.refusals + 1 if (_health(host, self.port) or 200) >= 500 else 0
+        self.refusals = self.refusals + 1 if _health(host, self.port) >= 500 else 0
         return self.refusals == MOST_REFUSALS
 
     def start(self) -> None:
@@ -181,13 +181,13 @@ def environment(options: ServeOptions, index: int, accelerated: bool) -> dict[st
     if not accelerated:
         return _ENVIRONMENT | {name: os.environ.get(name, value) for name, value in _CPU_ENVIRONMENT.items()}
     first = index * options.tensor_parallel
+    end = first + options.tensor_parallel
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = own.split(",") if own else [str(n) for n in range(first + options.tensor_parallel)]
-    last = first + options.tensor_parallel
-    if len(devices) < last:
-        each = f"{index + 1} server(s) of {options.tensor_parallel} each need {last}"
+    devices = own.split(",") if own else [str(n) for n in range(end)]
+    if len(devices) < end:
+        each = f"{index + 1} server(s) of {options.tensor_parallel} each need {end}"
         raise ValueError(f"CUDA_VISIBLE_DEVICES={own!r} names {len(devices)} GPU(s), and {each}")
-    return _ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + options.tensor_parallel])}
+    return _ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(devices[first:end])}
 
 
 def _has_accelerator() -> bool:
@@ -248,8 +248,8 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
     _say("ending the servers")
 
 
-def _health(host: str, port: int) -> int | None:
-    """The status of a server's health check: 503 also for a closed port, None for silence. Asked without a proxy."""
+def _health(host: str, port: int) -> int:
+    """The status of a server's health check: 503 also for a closed port, 0 for silence. Asked without a proxy."""
     here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -258,7 +258,7 @@ def _health(host: str, port: int) -> int | None:
     except urllib.error.HTTPError as error:
         return error.code
     except OSError as error:
-        return 503 if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
+        return 503 if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else 0
 
 
 def _is_alive(process: int) -> bool:
