@@ -140,7 +140,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         setup.episode_sampling(config, parts.tokenizer),
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,
-        max_in_flight=rollout.max_in_flight or rollout.batch_size,
+        max_in_flight=rollout.places,
         streaming=rollout.mode != "sync",
         max_staleness=rollout.max_staleness,
         tied_group_replacements=rollout.tied_group_replacements,

@@ -119,6 +119,11 @@ class RolloutConfig:
     keep_observation: str = one_of("head", "tail", "both")  # what stays of an observation that is too long
     summarizer: str | None = None  # async function (text, max_tokens) -> text by dotted path, asked before it is cut
 
+    @property
+    def places(self) -> int:
+        """Episodes running at a time, of training or of held-out tasks."""
+        return self.max_in_flight or self.batch_size
+
 
 @dataclass
 class GroupSizeConfig:

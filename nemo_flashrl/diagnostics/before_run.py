@@ -104,7 +104,7 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
                 parts.tokenizer,
                 limits,
                 episode_sampling(config, parts.tokenizer),
-                max_in_flight=config.rollout.max_in_flight or config.rollout.batch_size,
+                max_in_flight=config.rollout.places,
                 samples=samples,
                 seed=config.trainer.seed,
             )

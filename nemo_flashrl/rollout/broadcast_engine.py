@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from torch.distributed import TCPStore
 
 from nemo_flashrl import platform
 from nemo_flashrl.rollout.remote_engine import SYNC_ATTEMPTS, RemoteEngine, Weights
-from nemo_flashrl.rollout.server_pool import Fault, Server
+from nemo_flashrl.rollout.server_pool import Fault, Server, say
 from nemo_flashrl.rollout.vllm_engine import VLLMDialect
 from nemo_flashrl.rollout_server.checkpoint_folder import check_finite, read_table, read_tensors
 from nemo_flashrl.rollout_server.weight_group import CONNECT, GO, STOP, TRAINER, WeightGroup
@@ -105,7 +104,7 @@ class BroadcastEngine(RemoteEngine):
             try:
                 await self._broadcast(left, weights)
             except _Failed as failure:
-                print(f"rollouts: weights of version {weights.version}: {failure}", file=sys.stderr, flush=True)
+                say(f"weights of version {weights.version}: {failure}")
                 self._pool.faults["sync_broadcast"] += 1
                 failures |= {s: failure.faults.get(s) or Fault("broadcast", str(failure)) for s in left}
                 alive = [server for server in left if await self._pool.examine(server)]

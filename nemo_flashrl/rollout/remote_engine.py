@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rollout.engine import NamedTensors
 from nemo_flashrl.rollout.probe import Probe
-from nemo_flashrl.rollout.server_pool import Fault, NoServer, Server, ServerPool
+from nemo_flashrl.rollout.server_pool import Fault, NoServer, Server, ServerPool, say
 from nemo_flashrl.rollout.weight_folder import WeightsHome, write_folder
 
 GENERATE_ATTEMPTS = 4
@@ -227,7 +226,7 @@ class RemoteEngine:
                 return await self._pool.watched(server, self._sync(server, weights))
             except Fault as fault:
                 self._pool.faults[f"sync_{fault.reason}"] += 1
-                print(f"rollouts: weights of version {weights.version}: {fault}", file=sys.stderr, flush=True)
+                say(f"weights of version {weights.version}: {fault}")
                 last = attempt + 1 == SYNC_ATTEMPTS
                 if last or not server.up or not await self._pool.examine(server):
                     self._pool.drop(server)

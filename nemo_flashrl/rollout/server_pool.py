@@ -176,7 +176,7 @@ class ServerPool:
             server.up = False
             self.faults["servers_fallen"] += 1
             if not self._closed:
-                _say(f"{server.url} has fallen and is left out" + (f": {why}" if why else ""))
+                say(f"{server.url} has fallen and is left out" + (f": {why}" if why else ""))
             server.fallen.set_result(None)
 
     async def bring_up(self, server: Server) -> None:
@@ -187,7 +187,7 @@ class ServerPool:
             await self._check_health(server)
             await self._adopt(server)
             if server.fallen is not None:
-                _say(f"{server.url} has come back and is used again")
+                say(f"{server.url} has come back and is used again")
             server.fallen = asyncio.get_running_loop().create_future()
             server.up = True
 
@@ -218,7 +218,7 @@ class ServerPool:
                             last = fault
                     if asyncio.get_running_loop().time() > tell_at:
                         tell_at = math.inf
-                        _say(f"waiting for {urls}, up to {self.timeout:g} s (rollout.server_timeout): {last}")
+                        say(f"waiting for {urls}, up to {self.timeout:g} s (rollout.server_timeout): {last}")
                     await asyncio.sleep(min(1.0, self._health_seconds))
         except TimeoutError as error:
             raise NoServer(
@@ -249,7 +249,8 @@ class ServerPool:
                     self.drop(server, str(fault))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line on stderr, for whoever watches the run."""
     print(f"rollouts: {text}", file=sys.stderr, flush=True)
 
 

@@ -119,7 +119,7 @@ def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[
             tokenizer,
             limits,
             sampling,
-            max_in_flight=config.rollout.max_in_flight or config.rollout.batch_size,
+            max_in_flight=config.rollout.places,
             samples=asked.samples,
             seed=config.trainer.seed,
         )

@@ -146,13 +146,13 @@ def serve(config: RunConfig, options: ServeOptions) -> int:
 def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bool) -> list[str]:
     """vLLM's command line. The `vllm` script is not used: builds for the CPU have another distribution name."""
     context = config.model.context_length
-    in_flight = config.rollout.max_in_flight or config.rollout.batch_size
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(Path(config.model.path).resolve()), "--skip-tokenizer-init"),
         *("--host", options.host, "--port", str(port)),
         *("--dtype", _DTYPES[config.model.precision], "--max-model-len", str(context)),
-        *("--max-num-seqs", str(min(256, in_flight)), "--tensor-parallel-size", str(options.tensor_parallel)),
+        *("--max-num-seqs", str(min(256, config.rollout.places))),
+        *("--tensor-parallel-size", str(options.tensor_parallel)),
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--worker-extension-cls", "nemo_flashrl.rollout_server.worker.WorkerExtension"),
