@@ -18,16 +18,26 @@ torch.set_num_threads(1)
 
 import pytest  # noqa: E402
 from real_server import RealServer, rollout_python  # noqa: E402
+from session_processes import SessionProcesses  # noqa: E402
 
 REAL_SERVER = "vllm_server"
 SERVER = pytest.StashKey[RealServer]()
+PROCESSES = pytest.StashKey[SessionProcesses]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[PROCESSES] = SessionProcesses()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The real server takes a minute or more to come up: it begins with the session, and its tests come last."""
+    """The real server takes a minute or more to come up: it begins with the session, and its tests come late.
+
+    What looks back over the session comes last.
+    """
     waiting = [item for item in items if REAL_SERVER in getattr(item, "fixturenames", ())]
-    items[:] = [item for item in items if item not in waiting] + waiting
+    last = [item for item in items if "session_processes" in getattr(item, "fixturenames", ())]
+    items[:] = [item for item in items if item not in [*waiting, *last]] + waiting + last
     if waiting and not config.option.collectonly and rollout_python() is not None:
         config.stash[SERVER] = RealServer()
 
@@ -45,3 +55,9 @@ def vllm_server(request: pytest.FixtureRequest) -> RealServer:
     server = request.config.stash[SERVER]
     server.wait()
     return server
+
+
+@pytest.fixture(scope="session")
+def session_processes(request: pytest.FixtureRequest) -> SessionProcesses:
+    """Of everything that this session has started."""
+    return request.config.stash[PROCESSES]

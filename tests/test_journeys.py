@@ -61,8 +61,9 @@ def answers(root: Path) -> dict[str, list[str]]:
     trajectories.write_bytes(pickle.dumps(random_trajectories(8, VOCAB, seed=3)))
     journeys = [_journey(root, *cell) for cell in CELLS]
     moved = _journey(root, "qwen3", 2, 1, learning_rate=0.01)
-    run_ranks(4, "journeys", trajectories, *(j for j in journeys if j.ranks == 4))
-    run_ranks(2, "journeys", trajectories, *(j for j in [*journeys, moved] if j.ranks == 2))
+    for tensor, pipeline in SIZES:
+        alike = [j for j in [*journeys, moved] if (j.tensor, j.pipeline) == (tensor, pipeline)]
+        run_ranks(tensor * pipeline, "journeys", trajectories, *alike)
     pairs = [(s, s.with_suffix(".nemo")) for s in sources] + [(j.source, j.target) for j in [*journeys, moved]]
     run_ranks(1, "convert", root / "answers.json", *[("differences", *pair) for pair in pairs])
     found = json.loads((root / "answers.json").read_text())
@@ -76,7 +77,7 @@ def _journey(root: Path, family: str, tensor: int, pipeline: int, learning_rate:
     overrides += [f"model.precision={'bf16' if dtype == 'bfloat16' else 'fp32'}", f"parallel.sequence={tensor > 1}"]
     target = root / f"{family}-{tensor}-{pipeline}-{learning_rate:g}"
     nemo = source.with_suffix(".nemo")
-    return Journey(source, nemo, target, VOCAB, tensor * pipeline, tuple(overrides), learning_rate)
+    return Journey(source, nemo, target, VOCAB, tensor, pipeline, tuple(overrides), learning_rate)
 
 
 @pytest.mark.parametrize("name", [f"{family}-{name}" for family in FAMILIES for name in ("tied", "untied")])

@@ -50,7 +50,7 @@ def ends(tmp_path_factory) -> dict[str, Path]:
     (root / "trajectories.pkl").write_bytes(pickle.dumps(random_trajectories(8, VOCAB, seed=3)))
     sizes = ("parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "model.precision=fp32")
     journeys = {
-        family: Journey(root / family, root / f"{family}-nemo", root / f"{family}-end", VOCAB, 4, sizes, probed=True)
+        family: Journey(root / family, root / f"{family}-nemo", root / f"{family}-end", VOCAB, 2, 2, sizes, probed=True)
         for family in FAMILIES
     }
     run_ranks(4, "journeys", root / "trajectories.pkl", *journeys.values())

@@ -10,6 +10,7 @@ import torch
 from processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_model
+from workers.weights import Sizes
 
 from nemo_flashrl.weights.hf_folder import write_hf_folder
 from nemo_flashrl.weights.hf_tensors import HfTensors
@@ -33,6 +34,15 @@ ROPE = {
     "yarn_llama": ("llama", {"rope_type": "yarn", "factor": 8.0, "truncate": False}),
 }
 
+# The end of a folder's name says at which sizes it is tried.
+SIZES = {
+    "untied": (Sizes(tensor=2), Sizes(2, 2)),
+    "tied": (Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)),
+    "rope": (Sizes(),),
+    "experts": (Sizes(2, expert=2), Sizes(pipeline=2, expert=2), Sizes(2, expert=2, expert_tensor=1)),
+    "chunks": (Sizes(pipeline=2, chunks=2),),
+}
+
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, dict]:
@@ -48,8 +58,12 @@ def report(tmp_path_factory) -> dict[str, dict]:
     ]
     folders += [write_model(root / f"{family}-experts", family) for family in ("mixtral", "qwen3_moe")]
     folders += [write_model(root / "llama-chunks", "llama", num_hidden_layers=4, head_dim=24, tied=True)]
-    run_ranks(4, "weights", root / "report.json", *folders, timeout=600)
-    return json.loads((root / "report.json").read_text())
+    report = {}
+    for sizes in dict.fromkeys(sizes for tried in SIZES.values() for sizes in tried):
+        tried = [folder for folder in folders if sizes in SIZES[folder.name.rsplit("-")[-1]]]
+        run_ranks(4, "weights", root / "report.json", sizes, *tried)
+        report |= json.loads((root / "report.json").read_text())
+    return report
 
 
 def test_every_family_returns_bit_equal_at_every_parallel_size(report) -> None:

@@ -1,4 +1,4 @@
-"""NeMo checkpoints -> shards at several TP x PP -> one step of the real trainer -> Hugging Face folders."""
+"""NeMo checkpoints -> shards at one TP x PP -> one step of the real trainer -> Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ class Journey:
     nemo: Path
     target: Path
     vocab_size: int
-    ranks: int
+    tensor: int
+    pipeline: int
     overrides: tuple[str, ...]
     learning_rate: float = 0.0
     probed: bool = False  # `target`.json gets token ids, and the log-probs of all but the first, of the live shards
 
 
 class OwnGroups(pl.Callback):
-    """NeMo makes Megatron's groups only where it makes torch's, which stay from one journey to the next."""
+    """NeMo makes Megatron's groups only where it makes torch's; both are made once, for all journeys."""
 
     def setup(self, trainer, model, stage) -> None:
-        init_model_parallel(model)
+        if not parallel_state.model_parallel_is_initialized():
+            init_model_parallel(model)
 
 
 def main(trajectories: Path, *journeys: Journey) -> None:
@@ -63,5 +65,4 @@ def main(trajectories: Path, *journeys: Journey) -> None:
         for _ in stream:
             pass
         torch.distributed.barrier()
-        parallel_state.destroy_model_parallel()
         destroy_num_microbatches_calculator()

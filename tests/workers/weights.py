@@ -1,4 +1,7 @@
-"""Folder -> shards -> Hugging Face names at several TP x PP, and Megatron's logits, all in one set of processes."""
+"""Folder -> shards -> Hugging Face names at one TP x PP, and Megatron's logits, for several folders.
+
+Megatron's groups are made once: each one keeps threads of gloo until its process ends, whoever drops it.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +30,10 @@ class Sizes:
         return f"tp{self.tensor} pp{self.pipeline} ep{self.expert} etp{self.expert_tensor} vp{self.chunks}"
 
 
-# The end of a folder's name says at which sizes it is tried.
-SIZES = {
-    "untied": (Sizes(tensor=2), Sizes(2, 2)),
-    "tied": (Sizes(tensor=2), Sizes(pipeline=2), Sizes(2, 2)),
-    "rope": (Sizes(),),
-    "experts": (Sizes(2, expert=2), Sizes(pipeline=2, expert=2), Sizes(2, expert=2, expert_tensor=1)),
-    "chunks": (Sizes(pipeline=2, chunks=2),),
-}
-
-
-def main(out: Path, *folders: Path) -> None:
-    torch.distributed.init_process_group(platform.backend())
-    report = {}
-    for folder in folders:
-        for sizes in SIZES[folder.name.rsplit("-")[-1]]:
-            report[f"{folder.name} {sizes}"] = check(folder, sizes)
-    if torch.distributed.get_rank() == 0:
-        out.write_text(json.dumps(report))
-
-
-def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
-    """Whether tensors return bit-equal (rank 0), and the largest difference of logits (pipeline of one stage)."""
+def main(out: Path, sizes: Sizes, *folders: Path) -> None:
     from megatron.core import parallel_state
 
-    from nemo_flashrl.models.families import nemo_config, read_hf_config
-    from nemo_flashrl.weights.hf_folder import load_hf_folder
-    from nemo_flashrl.weights.shards import stream_hf_tensors
-
+    torch.distributed.init_process_group(platform.backend())
     parallel_state.initialize_model_parallel(
         sizes.tensor,
         sizes.pipeline,
@@ -63,6 +42,17 @@ def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
         expert_tensor_parallel_size=sizes.expert_tensor or sizes.tensor,
     )
     platform.seed_model_parallel(0)
+    report = {f"{folder.name} {sizes}": check(folder, sizes) for folder in folders}
+    if torch.distributed.get_rank() == 0:
+        out.write_text(json.dumps(report))
+
+
+def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
+    """Whether tensors return bit-equal (rank 0), and the largest difference of logits (pipeline of one stage)."""
+    from nemo_flashrl.models.families import nemo_config, read_hf_config
+    from nemo_flashrl.weights.hf_folder import load_hf_folder
+    from nemo_flashrl.weights.shards import stream_hf_tensors
+
     source = read_hf_config(folder)
     config = nemo_config(folder, context_length=128, tensor_parallel=sizes.tensor, pipeline_parallel=sizes.pipeline)
     config.tensor_model_parallel_size, config.pipeline_model_parallel_size = sizes.tensor, sizes.pipeline
@@ -89,7 +79,6 @@ def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
         result["largest"], result["peak"] = int(held), int(peak)
     if sizes.pipeline == 1:
         result["logits_difference"] = logits_difference(model, folder, source["vocab_size"], sizes.tensor)
-    parallel_state.destroy_model_parallel()
     return result
 
 

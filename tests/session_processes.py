@@ -1,0 +1,83 @@
+"""The processes that a test session began: ended when it is gone, however that happened; counted while it runs.
+
+    python session_processes.py MARK < pipe that the session alone holds open
+
+Workers of a killed pytest have no parent that would end them, and a few hundred threads of theirs starve the machine.
+Each process that the session starts inherits MARK in its environment, servers and daemons in sessions of their own too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+NAME = "FLASHRL_TEST_SESSION"
+GLOO_LOOP = "gloo_tcp_loop"  # the thread that each process group over gloo keeps until it is dropped
+KILLING_SECONDS = 60.0
+
+
+class SessionProcesses:
+    """Marks what this process starts from now on, has it ended with this process, and counts its gloo loops."""
+
+    def __init__(self, every_seconds: float = 1.0) -> None:
+        self.mark = f"{os.getpid()}-{time.time_ns()}"
+        self.most_gloo_loops = (0, "")  # of one process at one look, and its command
+        # Its standard input stays open as long as this process lives.
+        self._reaper = subprocess.Popen([sys.executable, __file__, self.mark], stdin=subprocess.PIPE, process_group=0)
+        os.environ[NAME] = self.mark
+        self._every_seconds = every_seconds
+        threading.Thread(target=self._watch, name="session processes", daemon=True).start()
+
+    def _watch(self) -> None:
+        while True:
+            for process in [os.getpid(), *marked(self.mark)]:
+                self.most_gloo_loops = max(self.most_gloo_loops, (gloo_loops(process), command(process)))
+            time.sleep(self._every_seconds)
+
+
+def gloo_loops(process: int) -> int:
+    """How many process groups over gloo a process holds; 0 for one that has ended."""
+    with contextlib.suppress(OSError):
+        return sum(
+            _read(file / "comm") == f"{GLOO_LOOP}\n".encode() for file in Path(f"/proc/{process}/task").iterdir()
+        )
+    return 0
+
+
+def command(process: int) -> str:
+    """Its arguments, cut short."""
+    return _read(Path(f"/proc/{process}/cmdline"))[:300].replace(b"\0", b" ").decode(errors="replace")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that carry a mark in their environment."""
+    wanted = f"{NAME}={mark}".encode()
+    numbers = [name for name in os.listdir("/proc") if name.isdigit()]
+    return [int(number) for number in numbers if wanted in _read(Path("/proc", number, "environ")).split(b"\0")]
+
+
+def main() -> None:
+    sys.stdin.buffer.read()
+    deadline = time.monotonic() + KILLING_SECONDS
+    while (left := marked(sys.argv[1])) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
