@@ -32,8 +32,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from nemo_flashrl.data.arrangement import least_costliest_rank
-from nemo_flashrl.data.length_batcher import LAYOUTS, BatchingSettings, LengthBatcher, Plan
+from nemo_flashrl.batching.arrangement import least_costliest_rank
+from nemo_flashrl.batching.planner import LAYOUTS, BatchingSettings, LengthBatcher, Plan
 
 MULTIPLE, LONGEST, QUADRATIC = 8, 32768, 1.75e-5
 BUDGETS = (LONGEST, 2 * LONGEST)

@@ -14,8 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.run.jsonl import read_metrics
 
 STEPS = 20
 ROWS = {  # processes, overrides

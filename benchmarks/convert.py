@@ -76,7 +76,7 @@ def convert(name: str, *folders: str) -> None:
     from nemo_flashrl import platform
 
     platform.install()
-    from nemo_flashrl.weights import convert as conversions
+    from nemo_flashrl.convert import convert as conversions
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()

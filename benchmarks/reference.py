@@ -77,16 +77,17 @@ def timed(times: dict[str, list[float]], name: str, function):
 
 
 def measure(steps: int, count: int, length: int, precision: str) -> None:
-    from nemo_flashrl import platform, preflight
+    from nemo_flashrl import platform
+    from nemo_flashrl.preflight.prepare import prepare as preflight
 
     platform.install()
     import lightning.pytorch as pl
 
     from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
-    from nemo_flashrl.callbacks import ema_reference
+    from nemo_flashrl.build import build_data, build_model, build_reference, build_trainer
+    from nemo_flashrl.callbacks import reference as ema_reference
     from nemo_flashrl.config import load
     from nemo_flashrl.models.shadow_weights import ShadowWeights
-    from nemo_flashrl.train import build_data, build_model, build_reference, build_trainer
 
     times: dict[str, list[float]] = {}
     swapped_in = ShadowWeights.swapped_in

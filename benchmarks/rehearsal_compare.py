@@ -18,8 +18,8 @@ from rehearsal import greedy_success
 
 from nemo_flashrl.ablation.comparison import Interval, t_interval
 from nemo_flashrl.ablation.picture import document, line, text
-from nemo_flashrl.diagnostics.json_lines import read_json_lines
-from nemo_flashrl.diagnostics.run_folder import RunRecord, read_run
+from nemo_flashrl.run.jsonl import read_json_lines
+from nemo_flashrl.run.record import RunRecord, read_run
 
 LEARNT = 0.9  # success whose first update is counted
 SMOOTHED = 5  # updates, of the curves and of LEARNT

@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.rollout.agent import Limits
-from nemo_flashrl.rollout.batch_metrics import AGES
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 from nemo_flashrl.rollout.collector import Collector
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.groups import PlaceClock
+from nemo_flashrl.rollout.metrics import AGES
 from nemo_flashrl.rollout.prompts import PromptStream
-from nemo_flashrl.rollout.waiting import PlaceClock
 
 GROUP, FEWEST, MOST = 8, 5, 50
 FOREVER = 1e9

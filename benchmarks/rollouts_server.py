@@ -32,15 +32,15 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from nemo_flashrl.engines.vllm import VLLMDialect
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 from nemo_flashrl.rollout import Engine, VLLMEngine
-from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
-from nemo_flashrl.rollout.probe import Probe, ProbedWeights, probe_token_ids
+from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.prompts import PromptStream
-from nemo_flashrl.rollout.vllm_engine import VLLMDialect
+from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights, probe_token_ids
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}

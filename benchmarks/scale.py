@@ -3,7 +3,7 @@
     python benchmarks/scale.py            # the tables of docs/scale.md, Markdown
     python benchmarks/scale.py --batch 512 --turns 50
 
-Nothing here has been measured on a GPU. Each number below that is no formula of nemo_flashrl/launch/plan_*.py is an
+Nothing here has been measured on a GPU. Each number below that is no formula of nemo_flashrl/plan/ is an
 assumption, and stands in `Site` or `Job`.
 """
 
@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from scale_simulation import Rollouts, Simulated, fewest_in_flight
 
 from nemo_flashrl.config import load
-from nemo_flashrl.launch.plan import fits, stages
-from nemo_flashrl.launch.plan_devices import find_device
-from nemo_flashrl.launch.plan_memory import Layout
-from nemo_flashrl.launch.plan_model import ModelShape, model_shape
-from nemo_flashrl.launch.plan_time import DECODE_EFFICIENCY, UTILISATION, decode_tokens_per_second, step_time
+from nemo_flashrl.plan.devices import find_device
+from nemo_flashrl.plan.fitting import fits, stages
+from nemo_flashrl.plan.memory import Layout
+from nemo_flashrl.plan.step_time import DECODE_EFFICIENCY, UTILISATION, decode_tokens_per_second, step_time
+from nemo_flashrl.weights.model_shape import ModelShape, model_shape
 
 DEVICE = find_device("H800")
 GIB = 2**30

@@ -20,8 +20,8 @@ from omegaconf import MISSING
 
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.config import schema
-from nemo_flashrl.diagnostics.doctor import RULES
-from nemo_flashrl.diagnostics.metric_table import TABLE
+from nemo_flashrl.doctor.examine import RULES
+from nemo_flashrl.metrics.table import TABLE
 
 HERE = Path(__file__).parent
 NOTE = "<!-- written by docs/generate.py: change the code, then run it again -->\n"

@@ -68,7 +68,7 @@ for parent in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "
     _module(parent)
 _module("vllm.model_executor.model_loader")
 
-from nemo_flashrl.rollout_server.weight_transfer import WeightTransfer  # noqa: E402
+from nemo_flashrl.rollout_server.vllm_backend import WeightTransfer  # noqa: E402
 
 
 class Server(stand_in_server.Server):

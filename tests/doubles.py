@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 
 TOKENIZER = make_tokenizer()
 STOP = TOKENIZER.convert_tokens_to_ids(")")

@@ -12,7 +12,7 @@ from pathlib import Path
 from server_processes import free_port
 from tiny import write_model
 
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 
 HERE = Path(__file__).parent
 VOCAB = 515

@@ -17,8 +17,8 @@ from nemo_flashrl.ablation.comparison import compare, t_interval
 from nemo_flashrl.ablation.results import Cost, cost, is_finished, outcome
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load, save
-from nemo_flashrl.diagnostics.json_lines import append_json_lines
-from nemo_flashrl.diagnostics.run_folder import read_run
+from nemo_flashrl.run.jsonl import append_json_lines
+from nemo_flashrl.run.record import read_run
 
 BASE = ["model.path=here", "trainer.steps=20"]
 

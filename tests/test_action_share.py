@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_flashrl.diagnostics.action_share import ActionShareWarning
+from nemo_flashrl.callbacks.metrics import ActionShareWarning
 
 
 def test_it_is_said_once_with_three_remedies(caplog) -> None:

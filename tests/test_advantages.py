@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_flashrl.algorithms import group_advantages
-from nemo_flashrl.algorithms.credit import CreditRules, Outcomes
+from nemo_flashrl.algorithms.advantages import CreditRules, Outcomes
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.algorithms.length_penalty import LengthPenalty

@@ -17,12 +17,12 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from nemo_flashrl.environments.environment import StepResult
+from nemo_flashrl.environments.guard import ask, begun
 from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.rollout.agent import Limits, run_episode, turn_seed
-from nemo_flashrl.rollout.batch_metrics import rollout_metrics
-from nemo_flashrl.rollout.codec import Codec
-from nemo_flashrl.rollout.untrusted import ask, begun
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode, turn_seed
+from nemo_flashrl.rollout.metrics import rollout_metrics
 
 GET, ANSWER = ids("get ( k 2 9 )"), ids("answer ( v 1 7 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))

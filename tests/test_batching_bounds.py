@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_flashrl.data.bin_packing import fewest_bins, lower_bound, round_up
-from nemo_flashrl.data.row_grouping import RowGrouping
+from nemo_flashrl.batching.packed import fewest_bins, lower_bound, round_up
+from nemo_flashrl.batching.padded import RowGrouping
 
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)
 

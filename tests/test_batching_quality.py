@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
+from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
 
 
 def batcher(budget: int, **changes: object) -> LengthBatcher:

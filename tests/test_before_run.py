@@ -10,10 +10,10 @@ from tiny import random_trajectories
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load
-from nemo_flashrl.diagnostics.before_run import group_findings, group_table
-from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines
-from nemo_flashrl.diagnostics.reward_terms import LENGTH, as_table, findings, outliers, reward_terms, summarize
+from nemo_flashrl.doctor.before_run import group_findings, group_table
+from nemo_flashrl.doctor.reward_terms import LENGTH, as_table, findings, outliers, reward_terms, summarize
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.run.jsonl import append_json_line, append_json_lines
 
 
 def row(reward: float, tokens: int = 10, turns: int = 1, share: float = 0.0, **shaping: float) -> dict:

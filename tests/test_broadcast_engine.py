@@ -20,8 +20,8 @@ from stand_in_server import V
 from nemo_flashrl import platform
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.rollout import BroadcastEngine
-from nemo_flashrl.rollout.probe import Probe, ProbedWeights
-from nemo_flashrl.rollout_server.weight_group import CONNECT, GO, STOP, WeightGroup
+from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights
+from nemo_flashrl.weight_sync.process_group import CONNECT, GO, STOP, WeightGroup
 
 LONG = 120.0
 BIG = 2**23  # 32 MiB, more than sockets hold: nobody is done with it before the others have taken it

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.config import load, settings_of
-from nemo_flashrl.conflicts import changed_settings, conflict_table
+from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table
 
 CONF = Path(__file__).parents[1] / "conf"
 PROMISES = {  # key -> value

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_model
 
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight_model import read_model
-from nemo_flashrl.weights.hf_shapes import check_tensors
-from nemo_flashrl.weights.hf_tensors import HfTensors
+from nemo_flashrl.preflight.model import read_model
+from nemo_flashrl.preflight.tensors import check_tensors
+from nemo_flashrl.weight_sync.hf_reader import HfTensors
 
 
 def check(folder: Path) -> None:

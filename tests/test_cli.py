@@ -17,10 +17,10 @@ import pytest
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.config.schema import ClusterConfig
-from nemo_flashrl.launch.plan_devices import DEVICES
+from nemo_flashrl.engines.server_pool import NoServer
+from nemo_flashrl.plan.devices import DEVICES
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
-from nemo_flashrl.resume import NotSaved
-from nemo_flashrl.rollout.server_pool import NoServer
+from nemo_flashrl.run.folder import NotSaved
 
 FLASHRL = [sys.executable, "-m", "nemo_flashrl.cli"]
 

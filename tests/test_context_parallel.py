@@ -7,8 +7,8 @@ import torch
 from processes import run_ranks
 from tiny import random_trajectories
 
+from nemo_flashrl.data.collate import pack_rows, pad_rows
 from nemo_flashrl.data.context_parallel import context_share, held_positions, length_multiple
-from nemo_flashrl.data.packing import pack_rows, pad_rows
 
 
 def test_each_rank_holds_a_chunk_from_either_end() -> None:

@@ -17,8 +17,8 @@ from tiny import write_model
 from transformers import AutoTokenizer
 
 from nemo_flashrl.cli import main as flashrl
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.weights.new_folder import new_folder
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
+from nemo_flashrl.weight_sync.hf_writer import new_folder
 
 OLD_RUN = Path(__file__).parent / "fixtures" / "run"  # written by version 0.1.0
 YARN = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.4}

@@ -12,9 +12,9 @@ from processes import run_ranks
 from tiny import random_trajectories
 
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
+from nemo_flashrl.data.collate import pad_rows
 from nemo_flashrl.data.datamodule import RolloutDataModule, plan_steps
-from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
-from nemo_flashrl.data.packing import pad_rows
 from nemo_flashrl.data.scatter import stage_share
 from nemo_flashrl.records import Batch
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from nemo_flashrl.cli import main
-from nemo_flashrl.diagnostics.doctor import RULES, as_text, examine
-from nemo_flashrl.diagnostics.json_lines import append_json_lines
-from nemo_flashrl.diagnostics.run_folder import RunRecord
+from nemo_flashrl.doctor.examine import RULES, as_text, examine
+from nemo_flashrl.run.jsonl import append_json_lines
+from nemo_flashrl.run.record import RunRecord
 
 RUNS = Path(__file__).parent / "recordings"
 RECORDED = {  # rule -> the run in which it has to fire

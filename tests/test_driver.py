@@ -17,9 +17,9 @@ import torch
 from doubles import ScriptedEngine, ScriptedEnvironment
 from test_rollout import DONE, GET, collector, numbers
 
+from nemo_flashrl.engines.base import DrainingEngine
 from nemo_flashrl.records import Batch
 from nemo_flashrl.rollout.collector import CollectionStopped
-from nemo_flashrl.rollout.draining import DrainingEngine
 from nemo_flashrl.rollout.driver import RolloutDriver
 
 DEADLINE = 20.0  # seconds for what takes milliseconds

@@ -16,7 +16,7 @@ from test_environment_configs import SHIPPED
 from test_openenv import url  # noqa: F401
 from tiny import write_model
 
-from nemo_flashrl.diagnostics.json_lines import read_json_lines, read_metrics
+from nemo_flashrl.run.jsonl import read_json_lines, read_metrics
 
 CONTEXT = 2048
 SETTINGS = {

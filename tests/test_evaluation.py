@@ -13,9 +13,9 @@ from tiny import random_trajectories
 
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Trajectory
-from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
-from nemo_flashrl.rollout.evaluation import environment_errors, evaluate, pass_at_k, success_rate
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.held_out import environment_errors, evaluate, pass_at_k, success_rate
 
 
 def samples(*solved: str):

@@ -8,7 +8,7 @@ from plain import VOCAB_SIZE, make_case, worst_error
 from processes import run_ranks
 
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight_model import check_experts
+from nemo_flashrl.preflight.model import check_experts
 
 LAYOUTS = {
     "ep2": (2, ["parallel.expert=2", "batching.max_tokens_per_microbatch=200"]),

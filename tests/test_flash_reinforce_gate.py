@@ -11,7 +11,7 @@ import torch
 from nemo_flashrl.algorithms import flash_reinforce_loss
 from nemo_flashrl.algorithms.algorithm import TokenBatch
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
-from nemo_flashrl.algorithms.policy_loss import policy_loss
+from nemo_flashrl.algorithms.unfused_loss import policy_loss
 
 INF, NAN = math.inf, math.nan
 

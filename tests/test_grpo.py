@@ -12,7 +12,7 @@ from nemo_flashrl.algorithms import group_advantages, grpo_loss
 from nemo_flashrl.algorithms.algorithm import TokenBatch
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.algorithms.kl import WithKl
-from nemo_flashrl.algorithms.policy_loss import policy_loss
+from nemo_flashrl.algorithms.unfused_loss import policy_loss
 
 NAN, INF = math.nan, math.inf
 

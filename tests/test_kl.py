@@ -15,9 +15,9 @@ from tiny import random_trajectories, write_model
 from nemo_flashrl.algorithms import grpo_loss
 from nemo_flashrl.algorithms.grpo import Grpo
 from nemo_flashrl.algorithms.kl import ESTIMATORS, WithKl, kl_estimate
-from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
+from nemo_flashrl.algorithms.schedules import KlCoefficient
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight import with_reference
+from nemo_flashrl.preflight.prepare import with_reference
 
 POLICY = torch.tensor([0.5, -0.2, 0.1, -1.0], dtype=torch.float64)  # logits of four tokens
 REFERENCE = torch.log_softmax(torch.tensor([-0.3, 0.4, 0.0, 0.2], dtype=torch.float64), 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nemo_flashrl.models.learning_rate import LearningRateScheduler
+from nemo_flashrl.models.lr_schedule import LearningRateScheduler
 
 
 def rates(scheduler: LearningRateScheduler, steps: int, resumed_at: int | None = None) -> list[float]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_flashrl.data.bin_packing import round_up
-from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher, Plan, token_cost
+from nemo_flashrl.batching.packed import round_up
+from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher, Plan, token_cost
 
 LAYOUTS = ("packed", "padded")
 PROPERTY = settings(max_examples=150, deadline=None, derandomize=True)

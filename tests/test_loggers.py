@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from processes import run_ranks
 
-from nemo_flashrl.diagnostics.json_lines import read_json_lines
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.run.jsonl import read_json_lines
 
 BLOCK, HEADER = 32768, 7  # bytes
 WHOLE, FIRST, LAST = 1, 2, 4  # kinds of a record's parts
@@ -55,7 +55,7 @@ def test_offline_run_has_the_same_values(tmp_path: Path) -> None:
         assert {name: sent[name] for name in numbers} == pytest.approx(numbers)
 
 
-CHECK = "from nemo_flashrl.preflight_wandb import check_wandb; check_wandb('tests')"
+CHECK = "from nemo_flashrl.preflight.prepare import check_wandb; check_wandb('tests')"
 
 
 def test_a_project_without_a_login_is_refused(tmp_path: Path) -> None:

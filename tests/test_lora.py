@@ -11,8 +11,8 @@ from plain import VOCAB_SIZE, make_case
 from processes import run_ranks
 from safetensors.torch import load_file
 
-from nemo_flashrl.diagnostics.json_lines import read_json_lines
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.run.jsonl import read_json_lines
 
 
 def test_only_the_product_of_the_factors_changes(tmp_path: Path) -> None:

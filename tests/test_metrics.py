@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tiny import random_trajectories
 
-from nemo_flashrl.diagnostics.json_lines import append_json_lines
-from nemo_flashrl.diagnostics.metric_table import MEAN, SUM, TABLE, find_metric, from_machine
-from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, trajectory_metrics
-from nemo_flashrl.diagnostics.progress import Progress, rewrite
-from nemo_flashrl.diagnostics.repetition import distinct_answers, last_action, repeated_token_share
-from nemo_flashrl.diagnostics.trajectory_log import readable, trajectory_row
+from nemo_flashrl.metrics.progress import Progress, rewrite
+from nemo_flashrl.metrics.repetition import distinct_answers, last_action, repeated_token_share
+from nemo_flashrl.metrics.step import group_metrics, policy_metrics, trajectory_metrics
+from nemo_flashrl.metrics.table import MEAN, SUM, TABLE, find_metric, from_machine
+from nemo_flashrl.metrics.trajectory_log import readable, trajectory_row
 from nemo_flashrl.records import Trajectory
+from nemo_flashrl.run.jsonl import append_json_lines
 
 
 def trajectory(tokens: str, mask: str, **fields) -> Trajectory:

@@ -14,13 +14,13 @@ from tiny import random_trajectories
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.config import load
-from nemo_flashrl.conflicts import changed_settings, conflict_table, report_conflicts
-from nemo_flashrl.diagnostics.json_lines import read_json_lines
-from nemo_flashrl.diagnostics.metric_table import from_machine
-from nemo_flashrl.diagnostics.metrics import group_metrics, trajectory_metrics
-from nemo_flashrl.diagnostics.monitors import RULES, Monitors
+from nemo_flashrl.metrics.monitors import RULES, Monitors
+from nemo_flashrl.metrics.step import group_metrics, trajectory_metrics
+from nemo_flashrl.metrics.table import from_machine
+from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table, report_conflicts
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
-from nemo_flashrl.resume import EXIT_MONITOR
+from nemo_flashrl.run.folder import EXIT_MONITOR
+from nemo_flashrl.run.jsonl import read_json_lines
 
 CALM = {"group_advantage_std": 1.0, "loss": -0.5, "response_tokens": 20.0}
 
@@ -101,7 +101,7 @@ def _fields(trajectory) -> dict:
 
 
 def _last(trajectory) -> bytes:
-    from nemo_flashrl.diagnostics.repetition import last_action
+    from nemo_flashrl.metrics.repetition import last_action
 
     return last_action(trajectory).tobytes()
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
 
-from nemo_flashrl.algorithms.group_size import GroupSize
+from nemo_flashrl.algorithms.schedules import GroupSize
 from nemo_flashrl.config import load
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.records import Sampling
-from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.from_config import moving_group_size, prompt_source
 from nemo_flashrl.rollout.prompts import PromptStream
-from nemo_flashrl.rollout.setup import moving_group_size, prompt_source
 
 
 def test_a_group_grows_above_the_threshold_and_shrinks_below() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_flashrl.cli import main
-from nemo_flashrl.launch.node_check import ON_GPUS, TESTED, existing_parent, file_system, in_line
+from nemo_flashrl.doctor.node import ON_GPUS, TESTED, existing_parent, file_system, in_line
 
 MOUNTS = "/dev/a / ext4 rw 0 0\nserver:/x /shared nfs4 rw 0 0\ntmpfs /shared/fast tmpfs rw 0 0\n"
 
@@ -90,7 +90,7 @@ def test_hosts_beside_each_other(tmp_path: Path, shift: int, agrees: bool) -> No
     """Two tasks of a step, the second with a clock that goes `shift` seconds ahead."""
     code = (
         "import sys, time; now, shift = time.time, int(sys.argv[2]); time.time = lambda: now() + shift\n"
-        "from nemo_flashrl.launch.host_check import compare_hosts\n"
+        "from nemo_flashrl.doctor.hosts import compare_hosts\n"
         "for look in compare_hosts(sys.argv[1]): print(*look, sep='|')"
     )
     step = {

@@ -51,7 +51,7 @@ def wheel(built: Path) -> Path:
 def test_the_wheel_holds_code_configurations_and_the_reports_page(built: Path, wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == contents(built / "source", "nemo_flashrl") | contents(built / "source", "hydra_plugins")
-    assert {"nemo_flashrl/conf/experiment/llama3_70b.yaml", "nemo_flashrl/diagnostics/report/page.html"} <= names
+    assert {"nemo_flashrl/conf/experiment/llama3_70b.yaml", "nemo_flashrl/report/page.html"} <= names
 
 
 def test_the_source_archive_holds_the_same(built: Path, wheel: Path) -> None:

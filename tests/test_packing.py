@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
-from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
+from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
+from nemo_flashrl.data.collate import pack_rows, pad_rows, truncate
 from nemo_flashrl.records import NO_VERSION, Trajectory
 
 PER_TOKEN = ("tokens", "position_ids", "targets", "target_mask", "behavior_logprobs", "row_index")

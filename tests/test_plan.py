@@ -12,11 +12,11 @@ from published_models import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from tiny import random_trajectories, write_model
 
 from nemo_flashrl.cli import main
-from nemo_flashrl.launch.plan import fits, largest_context, smallest_allocation, stages
-from nemo_flashrl.launch.plan_devices import DEVICES
-from nemo_flashrl.launch.plan_memory import Layout, stage_memory
-from nemo_flashrl.launch.plan_model import model_shape
-from nemo_flashrl.launch.plan_time import step_time
+from nemo_flashrl.plan.devices import DEVICES
+from nemo_flashrl.plan.fitting import fits, largest_context, smallest_allocation, stages
+from nemo_flashrl.plan.memory import Layout, stage_memory
+from nemo_flashrl.plan.step_time import step_time
+from nemo_flashrl.weights.model_shape import model_shape
 
 CASES = {  # family, processes, the run's overrides, the plan's layout
     "qwen2": ("qwen2", 1, [], {}),

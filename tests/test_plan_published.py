@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 from published_models import LLAMA_8B, LLAMA_70B, MIXTRAL_8X7B, QWEN2_7B, QWEN3_8B, QWEN3_30B_A3B
 
-from nemo_flashrl.launch.plan import fits, stages
-from nemo_flashrl.launch.plan_devices import DEVICES
-from nemo_flashrl.launch.plan_memory import Layout
-from nemo_flashrl.launch.plan_model import model_shape
-from nemo_flashrl.launch.plan_time import key_value_cache, step_time
+from nemo_flashrl.plan.devices import DEVICES
+from nemo_flashrl.plan.fitting import fits, stages
+from nemo_flashrl.plan.memory import Layout
+from nemo_flashrl.plan.step_time import key_value_cache, step_time
+from nemo_flashrl.weights.model_shape import model_shape
 
 
 @pytest.mark.parametrize(

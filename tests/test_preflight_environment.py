@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from doubles import TOKENIZER, ScriptedEnvironment, TornTasks
 
-from nemo_flashrl import preflight_environment
 from nemo_flashrl.config import RunConfig, load
 from nemo_flashrl.config.schema import PluginConfig
-from nemo_flashrl.preflight_environment import check_environment
+from nemo_flashrl.preflight.environment import check_environment
+from nemo_flashrl.preflight.prepare import environment as preflight_environment
 
 RELEASE = threading.Event()
 
@@ -99,7 +99,7 @@ def test_a_sound_one() -> None:
 )
 def test_what_it_does_wrong_is_one_line(members: dict, said: str, monkeypatch) -> None:
     monkeypatch.setattr(preflight_environment, "_BLOCKED", 0.2 if block in members.values() else 60.0)
-    monkeypatch.setattr("nemo_flashrl.rollout.untrusted._GRACE", 0.01)
+    monkeypatch.setattr("nemo_flashrl.environments.guard._GRACE", 0.01)
     seconds = 0.2 if {hang, block} & {m for m in members.values() if callable(m)} else 60.0
     with pytest.raises(ValueError) as refused:
         check(f"rollout.step_timeout={seconds}", **members)

@@ -17,8 +17,8 @@ from nemo_flashrl.environments.python_tool import PythonTool
 from nemo_flashrl.environments.tool_calls import MalformedCall, ToolCall, parse_tool_calls
 from nemo_flashrl.environments.verifiable_math import Task
 from nemo_flashrl.records import Sampling, Trajectory
-from nemo_flashrl.rollout.agent import Limits, run_episode
-from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode
 
 KNOWN = {"python": frozenset({"code"})}
 

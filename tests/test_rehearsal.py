@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from processes import run_ranks
 
-from nemo_flashrl.diagnostics.json_lines import read_metrics
-from nemo_flashrl.diagnostics.metric_table import find_metric, from_machine
+from nemo_flashrl.metrics.table import find_metric, from_machine
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.run.jsonl import read_metrics
 
 
 @pytest.fixture(scope="module")

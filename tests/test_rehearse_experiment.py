@@ -10,9 +10,9 @@ import pytest
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import RunConfig, conf_folder, load
-from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.rehearsal import experiment
 from nemo_flashrl.rehearsal.small import small_data_parallel, small_overrides, small_tokenizer
+from nemo_flashrl.run.jsonl import read_metrics
 
 NEEDED = ["output=x", "model.path=x"]
 NAMES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))

@@ -12,9 +12,9 @@ import pytest
 from browser import CHROMIUM, browser_page
 
 from nemo_flashrl.cli import main
-from nemo_flashrl.diagnostics.json_lines import append_json_lines
-from nemo_flashrl.diagnostics.report import write_report
-from nemo_flashrl.diagnostics.report.run_data import page_data
+from nemo_flashrl.report import write_report
+from nemo_flashrl.report.run_data import page_data
+from nemo_flashrl.run.jsonl import append_json_lines
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"><!--"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
@@ -86,8 +86,8 @@ def test_seeds_of_one_configuration_are_one_curve(tmp_path: Path) -> None:
 
 def test_more_than_a_page_holds_is_thinned_evenly_and_said(tmp_path: Path, monkeypatch) -> None:
     run = write_run(tmp_path / "run", steps=100)
-    monkeypatch.setattr("nemo_flashrl.diagnostics.report.run_data.MAX_TRAJECTORIES", 100)
-    monkeypatch.setattr("nemo_flashrl.diagnostics.report.run_data.MAX_SAMPLE_CHARACTERS", 500)
+    monkeypatch.setattr("nemo_flashrl.report.run_data.MAX_TRAJECTORIES", 100)
+    monkeypatch.setattr("nemo_flashrl.report.run_data.MAX_SAMPLE_CHARACTERS", 500)
     data = page_data([run])
     table = data["runs"][0]["trajectories"]
     assert 100 <= len(table["step"]) <= 150  # every fourth, and those whose text is kept

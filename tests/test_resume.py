@@ -15,8 +15,8 @@ import pytest
 from processes import run_ranks
 
 from nemo_flashrl.config import load
-from nemo_flashrl.diagnostics.json_lines import append_json_line, read_json_lines
-from nemo_flashrl.resume import complete_checkpoints, cut_records, open_folder, record_files
+from nemo_flashrl.run.folder import complete_checkpoints, cut_records, open_folder, record_files
+from nemo_flashrl.run.jsonl import append_json_line, read_json_lines
 
 HF_CONFIG = {"model_type": "qwen2", "vocab_size": 515, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -152,7 +152,7 @@ def test_a_complete_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from nemo_flashrl.run_lock import locked
+from nemo_flashrl.run.lock import locked
 with locked(Path(sys.argv[1])):
     if os.fork() == 0:  # a checkpoint writer that outlives its parent
         time.sleep(60)

@@ -21,11 +21,10 @@ from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings
 from nemo_flashrl.records import Batch, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.rollout import Engine, TransformersEngine
-from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
-from nemo_flashrl.rollout.dropping import LongPrompts
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.groups import LongPrompts, PlaceClock, Siblings
 from nemo_flashrl.rollout.prompts import PromptStream
-from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
 GET = ids("get ( k 2 9 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))

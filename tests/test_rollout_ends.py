@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from processes import run_ranks
 
-from nemo_flashrl.diagnostics.json_lines import read_json_lines, read_metrics
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
-from nemo_flashrl.resume import EXIT_PREEMPTED, complete_checkpoints
+from nemo_flashrl.run.folder import EXIT_PREEMPTED, complete_checkpoints
+from nemo_flashrl.run.jsonl import read_json_lines, read_metrics
 
 KILLED = -signal.SIGKILL
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tiny import random_trajectories
 
-from nemo_flashrl.diagnostics.json_lines import append_json_line, append_json_lines, read_metrics
-from nemo_flashrl.diagnostics.metrics import policy_metrics, trajectory_metrics
+from nemo_flashrl.metrics.step import policy_metrics, trajectory_metrics
 from nemo_flashrl.records import Batch
 from nemo_flashrl.rehearsal.summary import draw_curve
 from nemo_flashrl.rollout.driver import RolloutDriver
+from nemo_flashrl.run.jsonl import append_json_line, append_json_lines, read_metrics
 
 
 def test_a_line_always_parses(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from nemo_flashrl.algorithms.algorithm import TokenBatch
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
-from nemo_flashrl.algorithms.policy_loss import policy_loss
+from nemo_flashrl.algorithms.unfused_loss import policy_loss
+from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
+from nemo_flashrl.data.collate import pack_rows, pad_rows, truncate
 from nemo_flashrl.data.datamodule import plan_steps
-from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
-from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
 from nemo_flashrl.records import NO_VERSION, Batch, Trajectory
 
 

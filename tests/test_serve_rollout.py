@@ -20,7 +20,7 @@ from server_processes import HERE, free_port
 
 from nemo_flashrl import config
 from nemo_flashrl.cli import main
-from nemo_flashrl.rollout import server_pool
+from nemo_flashrl.engines import server_pool
 from nemo_flashrl.rollout_server.model_check import check_model
 from nemo_flashrl.rollout_server.serve import ServeOptions, command, environment
 
@@ -264,7 +264,7 @@ def test_no_output_is_needed(settings: str, capsys: pytest.CaptureFixture) -> No
 def test_servers_get_the_time_that_the_trainer_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
     monkeypatch.setattr(
-        "nemo_flashrl.rollout_server.command.serve", lambda run, options: waited.append(options.timeout) or 0
+        "nemo_flashrl.commands.serve_rollout.serve", lambda run, options: waited.append(options.timeout) or 0
     )
     job = ["serve-rollout", "rehearsal", "output=x", "model.path=x"]
     for more in ([], ["rollout.server_timeout=900"], ["rollout.server_timeout=900", "--timeout", "5"]):

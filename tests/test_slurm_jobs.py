@@ -17,9 +17,8 @@ import pytest
 from real_server import SIZES, VOCAB, rollout_python
 from tiny import write_model
 
-from nemo_flashrl.diagnostics.json_lines import read_metrics
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer, make_warm_start
+from nemo_flashrl.run.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "examples" / "slurm"

@@ -21,10 +21,10 @@ import torch
 from processes import run_ranks
 from safetensors.torch import load_file
 
-from nemo_flashrl.diagnostics.json_lines import read_json_lines
-from nemo_flashrl.diagnostics.metric_table import from_machine
+from nemo_flashrl.metrics.table import from_machine
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
-from nemo_flashrl.resume import EXIT_PREEMPTED, complete_checkpoints
+from nemo_flashrl.run.folder import EXIT_PREEMPTED, complete_checkpoints
+from nemo_flashrl.run.jsonl import read_json_lines
 
 BATCH, EPOCH = 8, 40  # an epoch is five steps
 REFERENCE = ("reference.mode=ema", "reference.beta=0.8", "kl.coefficient=0.01", "kl.schedule=adaptive")

@@ -13,12 +13,12 @@ from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
 from processes import run_ranks
 from tiny import random_trajectories, write_model
 
-from nemo_flashrl.algorithms.temperature_schedule import TemperatureSchedule
+from nemo_flashrl.algorithms.schedules import TemperatureSchedule
 from nemo_flashrl.config import load
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.records import Sampling
-from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
+from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.prompts import PromptStream
 
 VOCAB_SIZE = 131

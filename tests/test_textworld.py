@@ -13,8 +13,8 @@ from doubles import TextEngine, text_tokenizer
 
 from nemo_flashrl.environments.textworld import Settings, TextWorld, game_file
 from nemo_flashrl.records import Sampling, Trajectory
-from nemo_flashrl.rollout.agent import Limits, run_episode
-from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode
 
 
 @pytest.fixture(scope="module")

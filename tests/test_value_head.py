@@ -12,11 +12,11 @@ from tiny import random_trajectories, write_model
 
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce
 from nemo_flashrl.algorithms.value_head import ValueHead
+from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
 from nemo_flashrl.config import load
 from nemo_flashrl.data.datamodule import plan_steps
-from nemo_flashrl.data.length_batcher import BatchingSettings, LengthBatcher
-from nemo_flashrl.models.first_states import first_places
-from nemo_flashrl.preflight import check_groups
+from nemo_flashrl.models.scoring import first_places
+from nemo_flashrl.preflight.prepare import check_groups
 from nemo_flashrl.records import Batch
 
 

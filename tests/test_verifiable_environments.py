@@ -13,12 +13,12 @@ from doubles import TextEngine, text_tokenizer
 
 from nemo_flashrl import environments
 from nemo_flashrl.config import settings_of
-from nemo_flashrl.environments import scoring
-from nemo_flashrl.environments.boxed import as_number, boxed_answer, is_equal
+from nemo_flashrl.environments import score_pool as scoring
+from nemo_flashrl.environments.answers import as_number, boxed_answer, is_equal
 from nemo_flashrl.environments.verifiable_math import Settings, VerifiableMath
 from nemo_flashrl.records import Sampling, Trajectory
-from nemo_flashrl.rollout.agent import Limits, run_episode
-from nemo_flashrl.rollout.codec import Codec
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode
 
 
 def play(environment: Any, task: Any, *actions: str) -> Trajectory:

@@ -18,10 +18,10 @@ from tiny import random_trajectories, write_model
 from transformers import AutoModelForCausalLM
 from workers.journeys import Journey
 
-from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.records import Sampling
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
+from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 from nemo_flashrl.rollout import AdapterEngine
+from nemo_flashrl.run.jsonl import read_metrics
 
 EXACT = 1e-4  # nats, fp32 on both sides
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}

@@ -19,10 +19,10 @@ from real_server import CONTEXT, HERE, VOCAB, RealServer
 from server_processes import StandIn, ended_after
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rollout import BroadcastEngine, VLLMEngine
-from nemo_flashrl.rollout.probe import Probe, ProbedWeights, probe_token_ids
+from nemo_flashrl.run.jsonl import read_metrics
+from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights, probe_token_ids
 
 EXACT = 1e-4  # nats, fp32 on both sides
 LONG = 240.0

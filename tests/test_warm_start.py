@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings, digits, make_task
 from nemo_flashrl.records import Sampling
-from nemo_flashrl.rehearsal.tokenizer import make_tokenizer
-from nemo_flashrl.rehearsal.warm_start import LOOK_BACK, demonstrate, make_warm_start
+from nemo_flashrl.rehearsal.warm_start import LOOK_BACK, demonstrate, make_tokenizer, make_warm_start
 from nemo_flashrl.rollout import TransformersEngine
-from nemo_flashrl.rollout.agent import Limits
-from nemo_flashrl.rollout.evaluation import evaluate, success_rate
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.held_out import evaluate, success_rate
 
 
 def test_text_comes_back_from_a_saved_tokenizer(tmp_path: Path) -> None:

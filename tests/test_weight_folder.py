@@ -16,7 +16,7 @@ from safetensors import safe_open
 from tiny import write_model
 from transformers import AutoModelForCausalLM
 
-from nemo_flashrl.rollout.weight_folder import HEADER_BYTES, INDEX, WeightsHome, write_folder
+from nemo_flashrl.weight_sync.folder import HEADER_BYTES, INDEX, WeightsHome, write_folder
 
 
 def write(stream, folder: Path) -> int:
@@ -84,7 +84,7 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
 
 def test_homes_of_killed_trainers_are_removed(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from nemo_flashrl.rollout.weight_folder import WeightsHome\n"
+        "import sys, time; from pathlib import Path; from nemo_flashrl.weight_sync.folder import WeightsHome\n"
         f"home = WeightsHome(Path({str(tmp_path)!r})); print(home.folder, flush=True); time.sleep(600)"
     )
     trainers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_model
 from workers.weights import Sizes
 
+from nemo_flashrl.weight_sync.hf_reader import HfTensors
 from nemo_flashrl.weights.hf_folder import write_hf_folder
-from nemo_flashrl.weights.hf_tensors import HfTensors
 from nemo_flashrl.weights.mapping import Layout, Place, find_rule
 
 ROPE = {

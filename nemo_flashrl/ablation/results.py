@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from nemo_flashrl.ablation.cells import Cell
-from nemo_flashrl.diagnostics.json_lines import read_json_lines
-from nemo_flashrl.diagnostics.run_folder import RunRecord, read_run
+from nemo_flashrl.run.jsonl import read_json_lines
+from nemo_flashrl.run.record import RunRecord, read_run
 
 NO_ENDS = ("episodes_in_flight",)
 LAST_SHARE = 0.1  # of the steps, whose mean is the outcome

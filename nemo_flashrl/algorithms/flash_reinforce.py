@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 
 from nemo_flashrl.algorithms.algorithm import Gate, TokenBatch
-from nemo_flashrl.algorithms.policy_loss import padded_loss
 from nemo_flashrl.algorithms.tokens import (
     EXTREME_NATS,
     check_batch,
@@ -47,6 +46,7 @@ from nemo_flashrl.algorithms.tokens import (
     trajectory_sums,
     working_dtype,
 )
+from nemo_flashrl.algorithms.unfused_loss import padded_loss
 
 _PROBABILITY_FLOOR = 1e-6
 _STD_EPSILON = 1e-6

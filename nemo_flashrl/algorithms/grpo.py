@@ -20,7 +20,6 @@ from torch import Tensor
 from nemo_flashrl.algorithms.advantages import NORMALISATIONS, group_advantages, group_bounds
 from nemo_flashrl.algorithms.algorithm import Gate, TokenBatch
 from nemo_flashrl.algorithms.kl import WithKl
-from nemo_flashrl.algorithms.policy_loss import padded_loss
 from nemo_flashrl.algorithms.tokens import (
     check_batch,
     check_logprobs,
@@ -33,6 +32,7 @@ from nemo_flashrl.algorithms.tokens import (
     trajectory_sums,
     working_dtype,
 )
+from nemo_flashrl.algorithms.unfused_loss import padded_loss
 
 AGGREGATIONS = ("sample_mean", "token_mean", "sequence_sum")
 _LARGEST = torch.finfo(torch.float32).max

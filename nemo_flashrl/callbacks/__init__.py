@@ -6,12 +6,12 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "EMAReferenceCallback": "ema_reference",
+    "EMAReferenceCallback": "reference",
     "EvaluationCallback": "evaluation",
     "KLPenaltyCallback": "kl_penalty",
-    "PassAgreementCallback": "pass_agreement",
-    "RLMetricsCallback": "rl_metrics",
-    "RunCheckpoint": "run_checkpoint",
+    "PassAgreementCallback": "dropout_check",
+    "RLMetricsCallback": "metrics",
+    "RunCheckpoint": "checkpoint",
     "ValueBaselineCallback": "value_baseline",
     "WeightRefitCallback": "weight_refit",
 }

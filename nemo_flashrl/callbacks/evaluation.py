@@ -8,12 +8,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from nemo_flashrl.callbacks.ema_reference import EMAReferenceCallback
+from nemo_flashrl.callbacks.reference import EMAReferenceCallback
 from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
+from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.driver import RolloutDriver
-from nemo_flashrl.rollout.engine import Engine
-from nemo_flashrl.rollout.evaluation import environment_errors, pass_at_k, success_rate
+from nemo_flashrl.rollout.held_out import environment_errors, pass_at_k, success_rate
 
 
 class EvaluationCallback(pl.Callback):
@@ -54,7 +54,7 @@ class EvaluationCallback(pl.Callback):
                 self.refit.hand_over(trainer, pl_module)
             metrics |= self._played("reference_evaluation")
             self.refit.hand_over(trainer, pl_module)
-        trainer.datamodule.last_step.metrics |= metrics | {"evaluating_seconds": time.perf_counter() - started}
+        trainer.datamodule.current_step.report({**metrics, "evaluating_seconds": time.perf_counter() - started})
 
     def _played(self, name: str) -> dict[str, float]:
         if self.driver is None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.kl import kl_estimate
-from nemo_flashrl.algorithms.kl_schedule import KlCoefficient
-from nemo_flashrl.callbacks.take_off import take_off_rewards
+from nemo_flashrl.algorithms.schedules import KlCoefficient
 from nemo_flashrl.models.scoring import score
 
 Row = tuple[int, float]  # place in the batch that is trained on, mean KL
@@ -43,13 +42,12 @@ class KLPenaltyCallback(pl.Callback):
         """Before the microbatches are trained on."""
         microbatches = list(step.data)
         step.data = iter(microbatches)
-        metrics = step.trainer.datamodule.last_step.metrics
-        metrics["beta"] = self.coefficient.value
+        step.trainer.datamodule.current_step.report({"beta": self.coefficient.value})
         if self.place == "loss":
             for microbatch in microbatches:
                 microbatch["kl_coefficient"] = torch.tensor(self.coefficient.value)
         elif self.coefficient.value > 0:
-            metrics.update(self._take_off_rewards(step, microbatches))
+            self._reduce_rewards(step, microbatches)
 
     def on_megatron_reduce_microbatches_end(self, reduced: dict[str, Tensor], **_: Any) -> None:
         """The last pipeline stage knows what the step measured."""
@@ -71,8 +69,8 @@ class KLPenaltyCallback(pl.Callback):
         """Lightning's hook."""
         self.coefficient.load_state_dict(state_dict)
 
-    def _take_off_rewards(self, step: MegatronStep, microbatches: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Form advantages and weights anew, on every rank's microbatches; returns metrics. A collective."""
+    def _reduce_rewards(self, step: MegatronStep, microbatches: list[dict[str, Tensor]]) -> None:
+        """By the mean KL of each trajectory, on every rank's microbatches. A collective."""
         scores = score(step.pipeline, microbatches)
         rows = []
         for microbatch, answer in zip(microbatches, scores or (), strict=scores is not None):
@@ -81,8 +79,9 @@ class KLPenaltyCallback(pl.Callback):
         torch.distributed.all_gather_object(everyone, rows, group=platform.object_group())
         divergences = dict(row for part in everyone for row in part)
         penalties = self.coefficient.value * torch.tensor([divergences[place] for place in sorted(divergences)])
-        metrics = take_off_rewards(step, microbatches, penalties)
-        return {**metrics, "kl_penalty": float(penalties.mean())}
+        current = step.trainer.datamodule.current_step
+        current.reduce_rewards(microbatches, penalties)
+        current.report({"kl_penalty": float(penalties.mean())})
 
     def _rows(self, microbatch: dict[str, Tensor], logprobs: Tensor) -> list[Row]:
         """Of the microbatch's trajectories, with the mean KL over their action tokens on all context-parallel ranks."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.value_head import ValueHead
-from nemo_flashrl.callbacks.take_off import take_off_rewards
 from nemo_flashrl.config.schema import ValueHeadConfig
-from nemo_flashrl.models.first_states import first_states
+from nemo_flashrl.models.scoring import first_states
 
 
 class ValueBaselineCallback(pl.Callback):
@@ -30,12 +29,13 @@ class ValueBaselineCallback(pl.Callback):
         microbatches = list(step.data)
         step.data = iter(microbatches)
         batch = _on_first_rank(microbatches, first_states(step.pipeline, microbatches))
-        last, values, numbers = step.trainer.datamodule.last_step, None, {}
+        current, values, numbers = step.trainer.datamodule.current_step, None, {}
         if batch is not None:
             values = self.head.predict(batch)
-            loss = self.head.update(batch, last.rewards)
+            loss = self.head.update(batch, current.rewards)
             numbers = {"value_loss": loss, "value_mean": float(values.mean())}
-        last.metrics.update(take_off_rewards(step, microbatches, values) | numbers)
+        current.reduce_rewards(microbatches, values)
+        current.report(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """Lightning's hook; global rank 0's is the one that is kept."""

@@ -1,13 +1,11 @@
-"""A collected batch -> the microbatches of every data-parallel rank.
+"""A collected batch -> this rank's microbatches, as tensors.
 
-length_batcher.py   what a user sets and gets: BatchingSettings, LengthBatcher.plan -> Plan
-arrangement.py      sorted lengths -> bins, for the two layouts
-bin_packing.py      packed: the fewest bins, and the proof of how few that is
-row_grouping.py     padded: runs of sorted rows with the least padding
-balancing.py        exchanges that make ranks cost the same
-segment_sizes.py    tokens, padding and cost of trajectories of several segments
-packing.py          one microbatch of trajectories -> tensors
-datamodule.py       the Lightning side
+datamodule.py         the Lightning side: collect, weigh, plan, hand each rank its share
+credit.py             rewards -> what each trajectory, and each turn, is trained on
+code_mask.py          which sampled tokens are code
+collate.py            one microbatch of trajectories -> tensors
+scatter.py            rank 0's microbatches -> the ranks that read them
+context_parallel.py   a rank's share of a row
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "LengthBatcher": "length_batcher",
-    "RolloutDataModule": "datamodule",
+    "LengthBatcher": "nemo_flashrl.batching.planner",
+    "RolloutDataModule": "nemo_flashrl.data.datamodule",
 }  # read on first use: a planner needs no NeMo
 
 __all__ = ["LengthBatcher", "RolloutDataModule"]
@@ -26,4 +24,4 @@ __all__ = ["LengthBatcher", "RolloutDataModule"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

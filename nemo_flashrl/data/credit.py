@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_flashrl.algorithms.advantages import Credit, CreditRules, Outcomes
 from nemo_flashrl.algorithms.algorithm import Algorithm
-from nemo_flashrl.algorithms.credit import Credit, CreditRules, Outcomes
 from nemo_flashrl.algorithms.length_penalty import LengthPenalty
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.data.code_mask import CodeMask
+from nemo_flashrl.metrics.repetition import repeated_tokens
 from nemo_flashrl.records import Trajectory
-from nemo_flashrl.repetition import repeated_tokens
 
 LENGTHS = {
     "tokens": lambda trajectory: trajectory.action_count,

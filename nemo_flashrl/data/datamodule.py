@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,34 +22,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from nemo_flashrl import platform
+from nemo_flashrl.algorithms.advantages import Credit
 from nemo_flashrl.algorithms.algorithm import Algorithm
-from nemo_flashrl.algorithms.credit import Credit
+from nemo_flashrl.batching.planner import LengthBatcher
+from nemo_flashrl.data.collate import pack_rows, pad_rows, truncate
 from nemo_flashrl.data.context_parallel import context_share
 from nemo_flashrl.data.credit import TrajectoryCredit, token_advantages
-from nemo_flashrl.data.length_batcher import LengthBatcher
-from nemo_flashrl.data.packing import pack_rows, pad_rows, truncate
+from nemo_flashrl.data.rank_step import RankStep
 from nemo_flashrl.data.scatter import scatter, stage_share
 from nemo_flashrl.records import Batch, Trajectory
 from nemo_flashrl.rollout.collector import CollectionStopped
 
-Microbatch = dict[str, Tensor]
 Collect = Callable[[int], Batch]
-# What is taken off the rewards, [B] -> what is trained on, its metrics, and the advantages as in `RankStep`.
-Assign = Callable[[Tensor], tuple[Credit, dict[str, float], list[float]]]
-
-
-@dataclass
-class RankStep:
-    """One rank's share of an optimizer step."""
-
-    microbatches: list[Microbatch]
-    metrics: dict[str, float] = field(default_factory=dict)  # collector's and planner's; filled on every rank
-    advantages: list[float] = field(default_factory=list)  # [B], NaN where left out; on the collecting rank alone
-    batch: Batch | None = None  # on the collecting rank alone
-    assign: Assign | None = None  # forms advantages anew; on the collecting rank alone
-    rewards: Tensor | None = None  # float32 [B], of what is trained on; on the collecting rank alone
-    taken_off: Tensor | float = 0.0  # [B], of these rewards so far; on the collecting rank alone
-    error: BaseException | None = None  # why there is no step; raised on every rank
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,7 @@ class RolloutDataModule(pl.LightningDataModule):
         self.credit = credit
         self.seed = seed
         self.data_sampler = StepSampler()
-        self.last_step: RankStep | None = None  # what the metrics callback reads
+        self.current_step: RankStep | None = None  # what callbacks report to
         self._seats: list[Seat] = []  # of all global ranks
         self._trajectories: tuple[Trajectory, ...] | None = None  # of the last step: a batch may be used again
         self._saved = dict(saved or {})
@@ -149,7 +133,7 @@ class RolloutDataModule(pl.LightningDataModule):
             raise step.error
         step.batch, step.advantages = batch, planned.advantages
         step.assign, step.rewards = planned.assign, planned.rewards
-        self.last_step = step
+        self.current_step = step
         return step
 
     def _collect_and_plan(self, version: int) -> tuple[Batch, list[RankStep]]:

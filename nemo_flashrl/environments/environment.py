@@ -1,11 +1,12 @@
-"""What the agent loop needs of a task."""
+"""What an episode needs of a task, and task lists that are made up one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+T = TypeVar("T")
 Message = dict[str, str]  # {"role": ..., "content": ...}
 
 
@@ -50,3 +51,19 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Called once when the episode has ended, whatever ended it."""
         ...
+
+
+class GeneratedTasks(Sequence[T], Generic[T]):
+    """`count` tasks; `make(index)` makes one each time it is asked for, and always the same one."""
+
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> T:
+        if not 0 <= index < self._count:
+            raise IndexError(f"task {index} of {self._count}")
+        return self._make(index)

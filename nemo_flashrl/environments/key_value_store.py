@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_flashrl.environments.environment import Message, StepResult
-from nemo_flashrl.environments.generated import GeneratedTasks
+from nemo_flashrl.environments.environment import GeneratedTasks, Message, StepResult
 
 NUM_NAMES = 100  # two digits: keys 00..99 and values 00..99
 _GET = re.compile(r"get \( k ([0-9]) ([0-9]) \)")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nemo_flashrl.environments import verifiable_math
-from nemo_flashrl.environments.boxed import boxed_answer, is_equal
+from nemo_flashrl.environments.answers import boxed_answer, is_equal
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.environments.python_process import Outcome, ProcessLimits, run_python
 from nemo_flashrl.environments.tool_calls import ON_MALFORMED, MalformedCall, malformed, parse_tool_calls

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_flashrl.environments.environment import Message, StepResult
-from nemo_flashrl.environments.generated import GeneratedTasks
-from nemo_flashrl.environments.scoring import MAX_ANSWER, score
+from nemo_flashrl.environments.answers import MAX_ANSWER, score
+from nemo_flashrl.environments.environment import GeneratedTasks, Message, StepResult
 
 try:
     import reasoning_gym

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_flashrl.environments.boxed import boxed_answer, is_equal
-from nemo_flashrl.environments.environment import Message, StepResult
-from nemo_flashrl.environments.generated import GeneratedTasks
+from nemo_flashrl.environments.answers import boxed_answer, is_equal
+from nemo_flashrl.environments.environment import GeneratedTasks, Message, StepResult
 
 _SIGNS = ("+", "-", "*")
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from nemo_flashrl.launch.parent import end_with_parent
 from nemo_flashrl.launch.slurm import hosts
 
 POLL_SECONDS = 2.0
@@ -45,7 +46,7 @@ def train(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     """`flashrl ARGUMENTS`, its exit code as a shell gives it; SIGTERM is the child's to answer, by a checkpoint."""
-    child = subprocess.Popen(["flashrl", *arguments])
+    child = subprocess.Popen(["flashrl", *arguments], preexec_fn=end_with_parent)
     before = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     code = child.wait()
     signal.signal(signal.SIGTERM, before)
@@ -58,7 +59,7 @@ def serve(arguments: Sequence[str] | None = None) -> int:
     output = Path(block["flashrl"]["output"])
     servers = None
     if os.environ.get("SLURM_LOCALID", "0") == "0":
-        servers = subprocess.Popen(["flashrl", *serve_arguments(block)])
+        servers = subprocess.Popen(["flashrl", *serve_arguments(block)], preexec_fn=end_with_parent)
     while (code := read_result(output)) is None:
         if servers is not None and servers.poll() is not None:
             return abs(servers.returncode) or 1

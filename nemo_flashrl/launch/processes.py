@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from nemo_flashrl.diagnostics.progress import rewrite
+from nemo_flashrl.launch.parent import end_with_parent
+from nemo_flashrl.metrics.progress import rewrite
 
 GRACE_SECONDS = 10.0
 LAST_LINES = 30
 PROGRESS = "step "
-_PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
 
 
 def run_training(
@@ -76,7 +75,7 @@ def _group(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[s
         text=True,
         errors="replace",
         start_new_session=True,
-        preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        preexec_fn=end_with_parent,
     )
     try:
         yield group

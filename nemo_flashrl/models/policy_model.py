@@ -1,22 +1,31 @@
-"""NeMo's GPTModel with a policy loss: what runs between a microbatch and its gradient."""
+"""NeMo's GPTModel with a policy loss: what runs between a microbatch and its gradient.
+
+Legend: R = rows of a microbatch, S = row length.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from nemo.collections import llm
+from nemo.lightning.megatron_parallel import MegatronLossReduction
 from torch import Tensor
 
 from nemo_flashrl import platform
-from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.algorithms.algorithm import Algorithm, ContextShare, TokenBatch
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
-from nemo_flashrl.models.loss_reduction import PolicyLossReduction, loss_scale, token_batch
-from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head, temperatures_of
+from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head, flat, temperatures_of
 from nemo_flashrl.weights.hf_folder import load_hf_folder
 from nemo_flashrl.weights.lora import LoraSettings, add_lora
+
+Stats = dict[str, Tensor]
+STATS = "stats"  # the entry of a microbatch under which `forward_step` leaves what the head measured of it
 
 
 class PolicyModel(llm.GPTModel):
@@ -65,8 +74,8 @@ class PolicyModel(llm.GPTModel):
         """The next microbatch, as the data module made it."""
         return next(dataloader_iter)
 
-    def forward_step(self, batch: dict[str, Tensor]) -> Tensor:
-        """The policy loss, float32 [1, 1], on the last stage; hidden states before it."""
+    def forward_step(self, batch: dict[str, Any]) -> Tensor:
+        """The policy loss, float32 [1, 1], on the last stage, and `batch[STATS]`; hidden states before it."""
         head = find_head(self.module)
         if head is None:
             return self._run(batch)
@@ -74,7 +83,7 @@ class PolicyModel(llm.GPTModel):
         request = PolicyRequest(self.algorithm, token_batch(batch), loss_scale(), grad_hooks=overlap)
         with head.scoring(batch["targets"], request, temperatures=temperatures_of(batch)):
             loss = self._run(batch)
-        self.training_loss_reduction.request = request
+        batch[STATS] = request.stats
         return loss
 
     def score_step(self, batch: dict[str, Tensor], *, entropies: bool = False) -> Tensor:
@@ -140,3 +149,58 @@ class GRPOModel(PolicyModel):
         self, config: llm.GPTConfig, head: HeadSettings, settings: GrpoSettings = GrpoSettings(), **options: Any
     ) -> None:
         super().__init__(config, Grpo(settings), head, **options)
+
+
+def token_batch(batch: dict[str, Tensor]) -> TokenBatch:
+    """A microbatch [R, S] as the head sees it."""
+    reference, by_token = batch.get("reference_logprobs"), batch.get("token_advantages")
+    group = parallel_state.get_context_parallel_group()
+    return TokenBatch(
+        behavior_logprobs=flat(batch["behavior_logprobs"]),
+        action_mask=flat(batch["target_mask"]),
+        row=flat(batch["row_index"]),
+        advantages=batch["advantages"],
+        token_weights=batch["token_weights"],
+        failures=batch["failures"],
+        reference_logprobs=None if reference is None else flat(reference),
+        context=ContextShare(group, flat(batch["position_ids"])) if group.size() > 1 else None,
+        token_advantages=None if by_token is None else flat(by_token),
+        kl_coefficient=float(batch.get("kl_coefficient", 0.0)),
+    )
+
+
+def loss_scale() -> float:
+    """The gradient that a microbatch's loss is given: what undoes the average over ranks."""
+    return float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+
+
+class PolicyLossReduction(MegatronLossReduction):
+    """NeMo's loss seam; the head has formed the loss, here it gets its scale and its statistics.
+
+    The algorithm's loss is a plain sum with global weights. Megatron divides by the number of microbatches and averages
+    over data-parallel and context-parallel ranks; all is multiplied back here, the one place that knows of it.
+    """
+
+    def forward(self, batch: dict[str, Any], forward_out: Tensor) -> tuple[Tensor, Stats]:
+        """`batch`: as `PolicyModel.forward_step` leaves it; `forward_out`: its loss, float32 [1, 1]."""
+        loss = forward_out.sum()
+        stats = {**batch[STATS], "loss": loss.detach().clone()}
+        # Megatron's schedule multiplies by the context-parallel size itself.
+        left = loss_scale() / parallel_state.get_context_parallel_world_size()
+        return loss * (left * int(batch["num_microbatches"])), stats
+
+    def reduce(self, losses_reduced_per_micro_batch: Sequence[Stats]) -> Stats:
+        """Sums (maxima for `*_max`) over microbatches and ranks, float32 scalars."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reduced: Stats = {}
+        for kind, operation in (("sum", torch.distributed.ReduceOp.SUM), ("max", torch.distributed.ReduceOp.MAX)):
+            names = sorted(n for n in losses_reduced_per_micro_batch[0] if n.endswith("_max") == (kind == "max"))
+            if not names:
+                continue
+            table = torch.stack(
+                [torch.stack([stats[n].float() for n in names]) for stats in losses_reduced_per_micro_batch]
+            )
+            values = table.amax(0) if kind == "max" else table.sum(0)
+            torch.distributed.all_reduce(values, op=operation, group=group)
+            reduced.update(zip(names, values.unbind(), strict=True))
+        return reduced

@@ -2,7 +2,7 @@
 
     scores = score(pipeline, microbatches)          # on the last stage one TokenScores a microbatch, else None
 
-Legend: R = rows of a microbatch, S = row length.
+Legend: R = rows of a microbatch, S = row length, H = hidden size.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from nemo.lightning.megatron_parallel import MegatronParallel
 from torch import Tensor
 
 from nemo_flashrl import platform
+from nemo_flashrl.data.context_parallel import context_share
+from nemo_flashrl.models.policy_head import find_head
+from nemo_flashrl.weight_sync.probe import Probe, probe_token_ids
 
 AGREEMENT_NATS = 1e-3  # same kernels, same weights: only dropout or noise moves the two passes so far apart
 RANDOM_FIELDS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
+# Mean nats a token. In bf16 the trainer's kernels and the sampler's round differently.
+PROBE_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +123,82 @@ def check_passes_agree(pipeline: MegatronParallel, microbatch: dict[str, Tensor]
             f"model configuration {', '.join(on) or '(no dropout)'}: a token's log-prob is {in_training:.6g} in the "
             f"training pass and {without_gradient:.6g} in the no-grad pass; set dropout and jitter to 0"
         )
+
+
+def first_states(pipeline: MegatronParallel, microbatches: Sequence[dict[str, Tensor]]) -> list[Tensor] | None:
+    """The hidden state that each trajectory's first trained token is predicted from, with R trajectories.
+
+    float32 [R, H] a microbatch on the last pipeline stage, None on others; a pass without gradient, a collective.
+
+    Zeros stand for a trajectory without a trained token.
+    """
+    head, seen = find_head(pipeline.module), []
+
+    def keep(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        hidden = arguments[0]  # [S, G, H], or this rank's part of S
+        if head.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        places, known = first_places(microbatches[len(seen)])
+        states = hidden.reshape(-1, hidden.shape[-1])[places].float()
+        seen.append(torch.where(known[:, None], states, 0).cpu())
+
+    hook = head.register_forward_pre_hook(keep) if head is not None else None
+    try:
+        score(pipeline, microbatches)
+    finally:
+        if hook is not None:
+            hook.remove()
+    return seen or None
+
+
+def first_places(microbatch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Where each trajectory's first trained token is predicted, int64 [R] in the head's order; if at all, [R]."""
+    mask, count = microbatch["target_mask"], len(microbatch["advantages"])
+    rows, length = mask.shape
+    places = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+    beyond = torch.full((count,), mask.numel(), device=mask.device)
+    first = beyond.scatter_reduce(0, microbatch["row_index"][mask], places[mask], "amin")
+    known = first < mask.numel()
+    first = torch.where(known, first, 0)
+    return first % length * rows + first // length, known
+
+
+def weight_probe(pipeline: MegatronParallel, vocab_size: int) -> Probe:
+    """A probe for the weights that the next stream carries, on every rank; a collective over all ranks."""
+    token_ids = probe_token_ids(vocab_size)
+    rank = parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
+    sequence = torch.tensor([token_ids])
+    microbatch = {
+        "tokens": sequence,
+        "targets": sequence.roll(-1, dims=1),  # the last one is the first again, and not used
+        "position_ids": torch.arange(len(token_ids))[None],
+    }
+    share = {name: value.to(platform.device()) for name, value in context_share(microbatch, rank, size).items()}
+    with _at_temperature_one(pipeline):
+        scores = score(pipeline, [share])
+    own = (
+        {}
+        if scores is None
+        else dict(zip(share["position_ids"][0].tolist(), scores[0].logprobs[0].tolist(), strict=True))
+    )
+    everyone: list[dict[int, float]] = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, own, group=platform.object_group())
+    known = {position: logprob for part in everyone for position, logprob in part.items()}
+    logprobs = tuple(known[position] for position in range(len(token_ids) - 1))
+    return Probe(token_ids, logprobs, PROBE_TOLERANCES[next(pipeline.parameters()).dtype])
+
+
+@contextlib.contextmanager
+def _at_temperature_one(pipeline: MegatronParallel) -> Iterator[None]:
+    """Servers score a prompt without a temperature."""
+    head = find_head(pipeline)
+    if head is None:
+        yield
+        return
+    sampled = head.settings
+    head.settings = replace(sampled, temperature=1.0)
+    try:
+        yield
+    finally:
+        head.settings = sampled

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from nemo_flashrl import algorithms
 from nemo_flashrl.config import RunConfig, load, quoted, settings_of
-from nemo_flashrl.diagnostics.json_lines import read_metrics
 from nemo_flashrl.launch.processes import run_training
-from nemo_flashrl.preflight import prepare
+from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.rehearsal.run import TRAINING_ENVIRONMENT
 from nemo_flashrl.rehearsal.small import small_data_parallel, small_overrides, write_small_model
 from nemo_flashrl.rehearsal.summary import Check
+from nemo_flashrl.run.jsonl import read_metrics
 
 LEFT_TO_THE_CLUSTER = (
     "that the job fits its GPUs (`flashrl plan` reckons it) and how fast it runs",

@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_flashrl.config import RunConfig, load, quoted
 from nemo_flashrl.launch.processes import run_training
-from nemo_flashrl.preflight import Parts, prepare
+from nemo_flashrl.preflight.prepare import Parts, prepare
 from nemo_flashrl.rehearsal.summary import Check, Summary
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 
@@ -100,8 +100,8 @@ def _overrides(rehearsal: Rehearsal) -> list[str]:
 def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float) -> float:
     """Success of the policy in `folder`, loaded by transformers, on tasks outside the training set."""
     from nemo_flashrl.rollout import TransformersEngine
-    from nemo_flashrl.rollout.evaluation import evaluate, success_rate
-    from nemo_flashrl.rollout.setup import episode_limits, episode_sampling
+    from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling
+    from nemo_flashrl.rollout.held_out import evaluate, success_rate
 
     held_out = dataclasses.replace(
         parts.environment_settings, seed=2**30 + config.trainer.seed, num_tasks=EVALUATED_TASKS
@@ -125,7 +125,7 @@ def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float)
 def _checks(config: RunConfig, parts: Parts, checkpoint: Path) -> list[Check]:
     from safetensors import safe_open
 
-    from nemo_flashrl.diagnostics.json_lines import read_metrics
+    from nemo_flashrl.run.jsonl import read_metrics
 
     steps = read_metrics(Path(config.output) / "metrics.jsonl")
     with safe_open(checkpoint / "model.safetensors", framework="pt") as file:

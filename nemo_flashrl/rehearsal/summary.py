@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_flashrl.diagnostics.json_lines import read_metrics
+from nemo_flashrl.run.jsonl import read_metrics
 
 BARS = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH, CURVE_ROWS = 60, 6

@@ -12,11 +12,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from nemo_flashrl.environments.key_value_store import NUM_NAMES, Entry, Settings, Task, digits, make_task
-from nemo_flashrl.rehearsal.tokenizer import ACTION_END, PAD, make_tokenizer
+
+WORDS = ("Q", ":", "get", "answer", "(", ")", ">", "k", "v", "!", *"0123456789")
+PAD, END, UNKNOWN = "_", "<eos>", "<unk>"
+ACTION_END = ")"  # the token that closes every action: the rehearsal's stop token
 
 CONTEXT = 128  # the longest episode is 5 + 7 * 8 + 6 * 4 = 85 tokens
 SLIP = 0.2  # the share of demonstrated actions with one digit replaced by a random one
@@ -208,3 +218,23 @@ def _seeded_single_thread(seed: int):
             yield
     finally:
         torch.set_num_threads(threads)
+
+
+def make_tokenizer(context: int = 128) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of 23 tokens; 23 does not split over two ranks, so vocabulary padding is rehearsed too.
+
+    `context` is written into the tokenizer's configuration as the longest input.
+    """
+    words = [PAD, *WORDS, UNKNOWN]
+    # END is an added token only: were it a word, an observation that spells it would turn into it.
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        model_max_length=context,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    )

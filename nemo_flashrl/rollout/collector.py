@@ -22,17 +22,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_flashrl.algorithms.group_size import GroupSize
+from nemo_flashrl.algorithms.schedules import GroupSize
+from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.environment import Environment
+from nemo_flashrl.environments.guard import begun
 from nemo_flashrl.records import Batch, Sampling, Trajectory
-from nemo_flashrl.rollout.agent import Limits, run_episode
-from nemo_flashrl.rollout.batch_metrics import rollout_metrics
-from nemo_flashrl.rollout.codec import Codec
-from nemo_flashrl.rollout.dropping import Failing, FirstErrors, none_usable, reason_to_drop
-from nemo_flashrl.rollout.engine import Engine
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode
+from nemo_flashrl.rollout.groups import Failing, FirstErrors, PlaceClock, Siblings, none_usable, reason_to_drop
+from nemo_flashrl.rollout.metrics import rollout_metrics
 from nemo_flashrl.rollout.prompts import PromptSource
-from nemo_flashrl.rollout.untrusted import begun
-from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 

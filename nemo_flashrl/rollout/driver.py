@@ -24,14 +24,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from nemo_flashrl.records import Batch
-from nemo_flashrl.rollout.batch_metrics import fault_metrics, rollout_metrics, staleness_metrics
 from nemo_flashrl.rollout.collector import CollectionStopped, Collector
-from nemo_flashrl.rollout.handover import Handover
+from nemo_flashrl.rollout.metrics import fault_metrics, rollout_metrics, staleness_metrics
 
 if TYPE_CHECKING:
-    from nemo_flashrl.rollout.engine import Engine
+    from nemo_flashrl.engines.base import Engine
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+from nemo_flashrl.weight_sync.probe import Probe
 
 T = TypeVar("T")
+Named = tuple[str, Tensor]
 CLOSE_SECONDS = 5.0  # for the environments of the episodes in flight, and as long for the engine
 STOP_SECONDS = 5.0  # for the loop to end a `collect` that was asked to stop; then something holds its thread
 _LOOK_SECONDS = 0.5  # between two looks whether that was asked: a signal handler may take no lock to say so
@@ -219,3 +223,40 @@ class RolloutDriver:
 
 async def _soon(function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
+
+
+class Handover:
+    """An iterable for one thread that is fed in another: an element is made when it is asked for, none ahead.
+
+    The next element is asked for when the last one is done with, so at most one lies between the two threads.
+    """
+
+    def __init__(self, probe: Probe | None = None) -> None:
+        self.probe = probe  # what the tensors must compute, for an engine that asks
+        self._wanted: SimpleQueue[bool] = SimpleQueue()  # True: the next one, False: no more
+        self._given: SimpleQueue[Named | BaseException | None] = SimpleQueue()
+
+    def __iter__(self) -> Iterator[Named]:
+        """In the receiving thread; an error of the stream, or of the thread that feeds it, is told here as well."""
+        while True:
+            self._wanted.put(True)
+            item = self._given.get()
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise RuntimeError(f"the stream of weights broke off: {item!r}") from item
+            yield item
+
+    def feed(self, stream: Iterable[Named]) -> None:
+        """In the thread that owns `stream`; returns when the receiver wants no more."""
+        source = iter(stream)
+        try:
+            while self._wanted.get():
+                self._given.put(next(source, None))
+        except BaseException as error:  # Ctrl-C too: the receiver must not wait for what will not come
+            self._given.put(error)
+            raise
+
+    def stop(self) -> None:
+        """The receiver has ended, well or not."""
+        self._wanted.put(False)

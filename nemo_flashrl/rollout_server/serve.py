@@ -6,7 +6,6 @@ Each server is a process group of its own. When this process is ended, by whatev
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -24,6 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.launch.parent import end_with_parent
 from nemo_flashrl.rollout_server.model_check import check_model
 
 GRACE_SECONDS = 20.0
@@ -32,7 +32,6 @@ HEALTH_SECONDS, MOST_REFUSALS = 5.0, 3
 # A server that dies this soon after it answers, so often in a row, would die for ever.
 EARLY_SECONDS, MOST_EARLY_DEATHS = 120.0, 3
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_PR_SET_PDEATHSIG = 1  # Linux: a signal when the process that started us is gone
 # No telemetry, no hub: weights come from the trainer. The routes for new weights are in vLLM's development mode.
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
@@ -92,7 +91,7 @@ class _Server:
             self.command,
             env={**os.environ, **self.environment},
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
 
@@ -286,10 +285,6 @@ def _end(servers: Sequence[_Server]) -> None:
 def _kill(process: subprocess.Popen, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _say(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-from nemo_flashrl.rollout_server.weight_transfer import WeightTransfer
+from nemo_flashrl.rollout_server.vllm_backend import WeightTransfer
 
 BACKEND = "flashrl"
 

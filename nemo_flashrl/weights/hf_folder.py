@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_flashrl import platform
-from nemo_flashrl.weights.hf_tensors import INDEX, HfTensors
+from nemo_flashrl.weight_sync.hf_reader import INDEX, HfTensors
+from nemo_flashrl.weight_sync.hf_writer import new_folder
 from nemo_flashrl.weights.mapping import Layout, Place, find_rule
-from nemo_flashrl.weights.new_folder import new_folder
 from nemo_flashrl.weights.shards import Model, chunks_of, local_parameters
 
 MAX_SHARD_BYTES = 5 * 2**30  # transformers' own default

@@ -64,7 +64,7 @@ SCENARIOS: dict[str, tuple[int, str, list[str]]] = {  # name -> processes, fault
 def record(name: str, warm_start: Path) -> None:
     from processes import run_ranks
 
-    from nemo_flashrl.diagnostics.run_folder import read_run
+    from nemo_flashrl.run.record import read_run
 
     processes, fault, overrides = SCENARIOS[name]
     with tempfile.TemporaryDirectory() as folder:

@@ -12,8 +12,8 @@ import torch
 from nemo_flashrl import platform
 from nemo_flashrl.cli import main as flashrl
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight_model import read_model
-from nemo_flashrl.weights import compare, convert
+from nemo_flashrl.convert import compare, convert
+from nemo_flashrl.preflight.model import read_model
 
 
 def main(out: Path, *calls: tuple, file_bytes: int | None = None) -> None:

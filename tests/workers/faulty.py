@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from nemo_flashrl.cli import main as flashrl
+from nemo_flashrl.engines.transformers import TransformersEngine
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.environments.key_value_store import KeyValueStore
-from nemo_flashrl.rollout.transformers_engine import TransformersEngine
 
 
 class PaysForCalls(KeyValueStore):

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from nemo_flashrl.callbacks.run_checkpoint import check_agreed
+from nemo_flashrl.callbacks.checkpoint import check_agreed
 from nemo_flashrl.config import load
-from nemo_flashrl.resume import RunFolder
+from nemo_flashrl.run.folder import RunFolder
 
 
 def main(*steps: int) -> None:

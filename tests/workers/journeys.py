@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from nemo.lightning.pytorch.strategies.utils import init_model_parallel
 
-from nemo_flashrl.models.weight_probe import weight_probe
+from nemo_flashrl.models.scoring import weight_probe
 from nemo_flashrl.weights.hf_folder import write_hf_folder
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 from workers.parity import Driver, make_run

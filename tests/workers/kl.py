@@ -8,10 +8,10 @@ from pathlib import Path
 import lightning.pytorch as pl
 from doubles import text_tokenizer
 
-from nemo_flashrl import preflight
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
+from nemo_flashrl.build import build_data, build_model, build_reference, build_trainer
 from nemo_flashrl.config import load
-from nemo_flashrl.train import build_data, build_model, build_reference, build_trainer
+from nemo_flashrl.preflight.prepare import prepare as preflight
 from nemo_flashrl.weights.hf_folder import load_hf_folder
 from nemo_flashrl.weights.shards import unwrap
 from workers.parity import Capture, Driver
@@ -32,7 +32,7 @@ class CaptureAll(Capture):
 
     def on_megatron_step_end(self, step, **_) -> None:
         super().on_megatron_step_end(step, **_)
-        self.gradients = {"gradients": self.gradients, "metrics": dict(step.trainer.datamodule.last_step.metrics)}
+        self.gradients = {"gradients": self.gradients, "metrics": dict(step.trainer.datamodule.current_step.metrics)}
 
 
 def main(reference: Path, policy: Path, trajectories: Path, out: Path, vocab_size: int, *overrides: str) -> None:

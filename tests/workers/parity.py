@@ -11,10 +11,10 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.build import build_data, build_model, build_trainer
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight import Parts
+from nemo_flashrl.preflight.prepare import Parts
 from nemo_flashrl.records import Batch
-from nemo_flashrl.train import build_data, build_model, build_trainer
 
 
 class Capture(pl.Callback):

@@ -61,7 +61,7 @@ class After(pl.Callback):
             for row, length in enumerate(m["lengths"].tolist() if "reference_logprobs" in m else ()):
                 own = (m["row_index"] == row).flatten().nonzero().flatten()[:length]
                 rows.append((m["targets"].flatten()[own][:-1], m["reference_logprobs"].flatten()[own]))
-        metrics = step.trainer.datamodule.last_step.metrics
+        metrics = step.trainer.datamodule.current_step.metrics
         self.steps.append({"reference": reference, "policy": self.hf(step.pipeline.module), "rows": rows})
         self.steps[-1] |= {name: metrics[name] for name in metrics if name.startswith("reference_")}
 

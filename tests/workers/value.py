@@ -9,10 +9,10 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.build import build_data, build_model, build_trainer
 from nemo_flashrl.callbacks import value_baseline
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight import Parts
-from nemo_flashrl.train import build_data, build_model, build_trainer
+from nemo_flashrl.preflight.prepare import Parts
 from workers.parity import Driver
 
 
@@ -25,7 +25,7 @@ class Record(pl.Callback):
     def on_megatron_microbatches_start(self, step) -> None:
         microbatches = list(step.data)
         step.data = iter(microbatches)
-        last = step.trainer.datamodule.last_step
+        last = step.trainer.datamodule.current_step
         columns = [(m["trajectory"].tolist(), m["advantages"].tolist()) for m in microbatches]
         pairs = [pair for places, advantages in columns for pair in zip(places, advantages, strict=True)]
         self.steps.append({"trained": pairs, "metrics": dict(last.metrics), "advantages": last.advantages})

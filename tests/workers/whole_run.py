@@ -9,10 +9,11 @@ import lightning.pytorch as pl
 import torch
 
 from nemo_flashrl import platform
+from nemo_flashrl.build import build_callbacks, build_data, build_driver, build_model, build_trainer
 from nemo_flashrl.callbacks import EMAReferenceCallback, PassAgreementCallback
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight import prepare
-from nemo_flashrl.train import build_callbacks, build_data, build_driver, build_model, build_trainer, resume
+from nemo_flashrl.preflight.prepare import prepare
+from nemo_flashrl.train import resume
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 

@@ -1,0 +1,182 @@
+"""When a run saves itself, what it keeps, and how it is asked to stop."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import nemo.lightning as nl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_flashrl import platform
+from nemo_flashrl.callbacks.checkpoint_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
+from nemo_flashrl.metrics.monitors import Monitors
+from nemo_flashrl.run.folder import NotSaved, Preempted, RunFolder, StoppedByMonitor, complete_checkpoints, record_files
+
+
+class RunCheckpoint(nl.ModelCheckpoint):
+    """NeMo's checkpoint callback for a run that goes on as if nothing had happened.
+
+    It comes last of all callbacks: what they do after an optimizer step belongs to the state of that step. A folder
+    is marked as unfinished (NeMo's marker file) while it is written or removed; an old checkpoint goes when a newer
+    one is complete. On SIGTERM to any rank, all stop after the current step and save; where it finds the collecting
+    rank waiting for a batch, before that step.
+
+    Args:
+        folder: where, and which checkpoint the run goes on from.
+        every_steps: optimizer steps between two checkpoints, and one at the end; 0 saves on SIGTERM alone.
+        keep: complete checkpoints that stay.
+        monitors: what may end the run; the collecting rank's has seen the step's metrics before this callback.
+        stop_collecting: ends the wait for a batch; of the collecting rank.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        monitors: Monitors,
+        *,
+        every_steps: int,
+        keep: int,
+        stop_collecting: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(
+            dirpath=str(folder.checkpoints.absolute()),
+            filename="{step}",
+            monitor=None,
+            verbose=False,
+            save_last=False,
+            save_top_k=-1,
+            every_n_train_steps=every_steps,
+            save_optim_on_train_end=True,
+            always_save_context=False,
+            save_context_on_train_end=False,
+            enable_version_counter=False,
+        )
+        self.folder = folder
+        self.monitors = monitors
+        self.every_steps = every_steps
+        self.keep = keep
+        self.stop_collecting = stop_collecting
+        self.asked_to_stop = False
+        self._previous_handler: Any = None
+        self._random_state: dict[str, Any] | None = None
+        self._last_global_step_saved = folder.step
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """All ranks have read the folder before this. NeMo removes torn checkpoints, which may free a full disk."""
+        check_agreed(self.folder)
+        super().setup(trainer, pl_module, stage)
+        if trainer.is_global_zero:
+            self.folder.begin()
+        trainer.strategy.checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
+        self._previous_handler = signal.signal(signal.SIGTERM, self._on_early_signal)  # Lightning's calls it too
+
+    def _on_early_signal(self, *_: Any) -> None:
+        """Nothing is to be saved yet, and what is waited for, servers say, may never come."""
+        raise Preempted("stopped by SIGTERM before its first step")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Listen for SIGTERM in place of Lightning, which would end the process without a checkpoint.
+
+        NeMo's own method is left out: it moves files about in NeMoLogger's folder, which this run has not.
+        """
+        LightningCheckpoint.on_train_start(self, trainer, pl_module)
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, *_: Any) -> None:
+        self.asked_to_stop = True
+        if self.stop_collecting is not None:
+            self.stop_collecting()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """The last moment before a resumed step draws random numbers; setting up has drawn some."""
+        if self._random_state is not None:
+            platform.set_random_state(self._random_state)
+            self._random_state = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        """Save when it is due; stop when any rank has been asked to, or a monitor says so before the last step."""
+        super().on_train_batch_end(trainer, *arguments)
+        warned = bool(self.monitors.reason) and trainer.global_step < trainer.max_steps
+        asked = torch.tensor(int(self.asked_to_stop or warned))
+        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=platform.object_group())
+        if asked:
+            self.asked_to_stop = trainer.should_stop = True
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The last step's checkpoint, unless it is there already."""
+        self.asked_to_stop = trainer.should_stop  # what all ranks know; a signal since the last step comes too late
+        if (self.every_steps or self.asked_to_stop) and not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        signal.signal(signal.SIGTERM, self._previous_handler)
+        if trainer.is_global_zero and self.asked_to_stop and not self.monitors.reason:
+            self.folder.preempted.touch()
+
+    def raise_stop(self, trainer: pl.Trainer) -> None:
+        """After a fit that has ended before its last step: StoppedByMonitor or Preempted, the same on every rank."""
+        where = f"after step {trainer.global_step} of {trainer.max_steps}"
+        reason = trainer.strategy.broadcast(self.monitors.reason)
+        if reason:
+            raise StoppedByMonitor(f"stopped by a monitor {where}: {reason}")
+        raise Preempted(f"stopped by SIGTERM {where}")
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
+        """Lightning's hook, on every rank."""
+        add_to_checkpoint(trainer, checkpoint)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
+        """Lightning's hook, on every rank, after the weights."""
+        self._random_state = take_from_checkpoint(trainer, checkpoint)
+
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+        """NeMo logs `step` before the optimizer counts it."""
+        return {**super()._monitor_candidates(trainer), "step": torch.tensor(trainer.global_step)}
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        try:
+            super()._save_checkpoint(trainer, filepath)  # ends with a barrier
+            if trainer.is_global_zero:
+                record_files(complete_checkpoints(self.folder.checkpoints)[trainer.global_step])
+        except (OSError, CheckpointException, CheckpointingException) as error:  # the disk is not ours
+            last = max(complete_checkpoints(self.folder.checkpoints), default=None)
+            left = "no complete one is left" if last is None else f"the one of step {last} is complete and stays"
+            free = shutil.disk_usage(self.dirpath).free / 2**20
+            raise NotSaved(
+                f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath}, where "
+                f"{free:.0f} MiB are free ({_reason(error)}); {left}"
+            ) from error
+        self._remove_old(trainer)
+
+    def _remove_old(self, trainer: pl.Trainer) -> None:
+        complete = complete_checkpoints(Path(self.dirpath)) if trainer.is_global_zero else {}
+        old = [str(complete[step]) for step in sorted(complete)[: -self.keep]]
+        for path in trainer.strategy.broadcast(old):
+            self._remove_checkpoint(trainer, path)
+
+
+def check_agreed(folder: RunFolder) -> None:
+    """ValueError on all ranks where they have not all read the same; a collective.
+
+    One that was quick has read the folder before the run there ended and freed it, or its file system answers late.
+    """
+    steps = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(steps, folder.step, group=platform.object_group())
+    if min(steps) < max(steps):
+        raise ValueError(
+            f"output={folder.config.output!r}: its newest checkpoint is of step {max(steps)} to some processes and of "
+            f"step {min(steps)} to others: start again"
+        )
+
+
+def _reason(error: BaseException) -> str:
+    """Torch wraps the errors of all ranks in one."""
+    failures = getattr(error, "failures", None) or {}  # rank -> (error, traceback)
+    first = next(iter(failures.values()), (error, None))[0]
+    return f"{type(first).__name__}: {first}"

@@ -1,0 +1,79 @@
+"""`flashrl doctor`: of a run, before one, or of a node."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+LOOKS = ("rewards", "groups")  # what `flashrl doctor` looks at before a run
+
+
+def add_doctor(commands: argparse._SubParsersAction) -> None:
+    """Declare `flashrl doctor`."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="name what is wrong with a run, or before one, with the evidence and the setting to change",
+        description="Read a run's metrics and name what is wrong: evidence, likely causes, the setting to change. "
+        "Or look before a run: `rewards CONFIG` at the terms of the reward over a set of samples (distribution, "
+        "outliers, correlation with length), `groups CONFIG` at how much the rollouts of one prompt differ, "
+        "`env [CONFIG]` at this node. "
+        "Exit code 0: nothing found; 1: something is.",
+        epilog="examples: flashrl doctor runs/first\n"
+        "          flashrl doctor rewards my_run.yaml model.path=warm_start --from-run runs/first\n"
+        "          flashrl doctor groups my_run.yaml rollout.temperature=0.9 --prompts 20 --samples 8",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="folder of a run, still going on or ended; or `rewards`, `groups` or `env`, CONFIG and key=value settings",
+    )
+    doctor.add_argument(
+        "--from-run", type=Path, default=None, metavar="RUN", help="rewards: score what this run sampled last"
+    )
+    doctor.add_argument("--prompts", type=int, default=20, metavar="N", help="groups: how many (default 20)")
+    doctor.add_argument(
+        "--samples", type=int, default=None, metavar="N", help="rewards: how many (256); groups: of a prompt (G)"
+    )
+    doctor.set_defaults(run=_doctor)
+
+
+def _look(options: argparse.Namespace) -> int:
+    from nemo_flashrl.doctor.before_run import look_at_groups, look_at_rewards
+
+    kind, *rest = options.runs
+    if not rest:
+        raise ValueError(f"doctor {kind}: name a configuration (for a folder of that name, write ./{kind})")
+    for name in ("prompts", "samples"):
+        value = getattr(options, name)
+        if value is not None and value < (2 if kind == "groups" and name == "samples" else 1):
+            raise ValueError(f"--{name}={value}: too few to tell anything")
+    config, overrides = rest[0], rest[1:]
+    if kind == "rewards":
+        text, found = look_at_rewards(config, overrides, samples=options.samples or 256, run=options.from_run)
+    else:
+        text, found = look_at_groups(config, overrides, prompts=options.prompts, samples=options.samples)
+    print(text)
+    return 1 if found else 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from nemo_flashrl.doctor.examine import as_text, examine
+    from nemo_flashrl.run.record import read_run
+
+    if options.runs[0] == "env":
+        from nemo_flashrl.doctor.node import check_node
+
+        text, bad = check_node(next(iter(options.runs[1:]), None), options.runs[2:])
+        print(text)
+        return 1 if bad else 0
+    if options.runs[0] in LOOKS:
+        return _look(options)
+    found = False
+    for folder in map(Path, options.runs):
+        run = read_run(folder)
+        findings = examine(run)
+        print(as_text(run, findings))
+        found = found or bool(findings)
+    return 1 if found else 0

@@ -1,0 +1,52 @@
+"""`flashrl plan`: its arguments."""
+
+from __future__ import annotations
+
+import argparse
+
+from nemo_flashrl.commands.arguments import at_least
+from nemo_flashrl.plan.devices import DEVICES
+
+
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    """Declare `flashrl plan`."""
+    plan = commands.add_parser(
+        "plan",
+        help="memory and time of a job before it is started",
+        description="Memory of every pipeline stage, the largest context, the smallest allocation, and where time "
+        "goes, from a model's config.json and the sizes of a job. Nothing is loaded.",
+        epilog="example: flashrl plan /models/llama-8b --device H800 --gpus 16 --tp 4 --context 32768 --recompute full",
+    )
+    plan.add_argument("model", metavar="MODEL", help="Hugging Face folder, its config.json, or a configuration's .yaml")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace a configuration's")
+    plan.add_argument("--device", default=None, metavar="NAME", help=f"{' | '.join(DEVICES)} (default H800)")
+    plan.add_argument(
+        "--gpus", type=at_least(1), default=None, metavar="N", help="of the trainer; default: TP x PP x CP"
+    )
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("cp", "context"), ("ep", "expert")):
+        plan.add_argument(
+            f"--{name}", type=at_least(1), default=None, metavar="N", help=f"{what}-parallel size (default 1)"
+        )
+    plan.add_argument(
+        "--lora-rank", type=at_least(0), default=None, metavar="N", help="0: all weights are trained (default)"
+    )
+    plan.add_argument(
+        "--context", type=at_least(1), default=None, metavar="N", help="tokens of a trajectory (default 32768)"
+    )
+    plan.add_argument("--microbatch", type=at_least(1), default=None, metavar="N", help="tokens (default: the context)")
+    plan.add_argument(
+        "--batch", type=at_least(1), default=None, metavar="N", help="trajectories of a step (default 64)"
+    )
+    plan.add_argument("--recompute", choices=["none", "selective", "full"], default=None)
+    plan.add_argument("--precision", choices=["bf16", "fp32"], default=None)
+    plan.add_argument("--reference", choices=["none", "frozen", "hard", "ema"], default=None)
+    plan.add_argument("--plain-optimizer", action="store_true", help="optimizer state whole on every rank")
+    plan.add_argument("--head-chunk", type=at_least(1), default=None, metavar="N", help="tokens whose logits are alive")
+    plan.add_argument("--action-share", type=float, default=0.4, metavar="X", help="sampled tokens / all (default 0.4)")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from nemo_flashrl.plan.page import plan
+
+    return plan(options)

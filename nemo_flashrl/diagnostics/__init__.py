@@ -1,1 +1,0 @@
-"""What a run shows: its metrics, and what a person reads."""

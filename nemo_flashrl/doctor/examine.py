@@ -1,0 +1,50 @@
+"""`flashrl doctor RUN`: the metrics of a run -> what is wrong, the evidence, likely causes, the setting to change.
+
+A rule is a pure function over the columns of `metrics.jsonl`; `docs/troubleshooting.md` is written from their list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_flashrl.doctor.rule import Rule
+from nemo_flashrl.doctor.rules_learning import LEARNING_RULES
+from nemo_flashrl.doctor.rules_machine import MACHINE_RULES
+from nemo_flashrl.doctor.rules_sampling import SAMPLING_RULES
+from nemo_flashrl.run.record import RunRecord
+
+RULES: tuple[Rule, ...] = (*LEARNING_RULES, *SAMPLING_RULES, *MACHINE_RULES)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that fired."""
+
+    rule: Rule
+    evidence: str
+
+    def as_dict(self) -> dict[str, object]:
+        """For the report."""
+        rule = self.rule
+        return {"title": rule.title, "evidence": self.evidence, "causes": list(rule.causes), "change": rule.change}
+
+
+def examine(run: RunRecord) -> list[Finding]:
+    """The rules that fire, in the order of `RULES`: what ruins a run comes before what slows it."""
+    return [Finding(rule, evidence) for rule in RULES if (evidence := rule.check(run))]
+
+
+def as_text(run: RunRecord, findings: list[Finding]) -> str:
+    """What a person reads on a terminal."""
+    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    if not findings:
+        return f"{run.folder}: steps {first} to {last}, no rule fires ({len(RULES)} looked)"
+    lines = [f"{run.folder}: steps {first} to {last}, {len(findings)} finding(s)"]
+    for number, finding in enumerate(findings, 1):
+        lines += ["", f"{number}. {finding.rule.title}", f"   evidence  {finding.evidence}"]
+        label = "causes"
+        for cause in finding.rule.causes:
+            lines.append(f"   {label:<9} - {cause}")
+            label = ""
+        lines.append(f"   change    {finding.rule.change}")
+    return "\n".join(lines)

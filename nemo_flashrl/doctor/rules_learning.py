@@ -1,0 +1,215 @@
+"""Rules about what the policy learns: numbers that blow up, rewards that are gamed, signals that have gone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nemo_flashrl.doctor.rule import (
+    Rule,
+    early,
+    last_steps,
+    long_enough,
+    recent,
+    setting,
+    steps_where,
+    thirds,
+)
+from nemo_flashrl.run.record import RunRecord
+
+SOLVED = 0.9  # success from which ties and low entropy are what a solved task looks like
+
+
+def _not_finite(run: RunRecord) -> str:
+    for name in ("loss", "gradient_norm"):
+        bad = np.array([name in step and step[name] is None for step in run.steps])
+        if bad.any():
+            return f"{name} is not a number at {steps_where(run, bad)}"
+    return ""
+
+
+def _exploding(run: RunRecord) -> str:
+    values = run.column("gradient_norm")
+    for end in range(15, len(values) + 1):
+        before, now = values[: end - 5], values[end - 5 : end]
+        usual = np.nanmedian(before[before > 0]) if (before > 0).any() else np.nan
+        if np.isfinite(now).all() and np.median(now) > 10 * usual:
+            there = np.arange(len(values)) == np.arange(end - 5, end)[:, None]
+            return (
+                f"gradient_norm has median {np.median(now):.3g} at {steps_where(run, there.any(0))}, "
+                f"over 10 times the {usual:.3g} before"
+            )
+    return ""
+
+
+def _kl_runs_away(run: RunRecord) -> str:
+    first, last = thirds(run.column("kl"))
+    if not (long_enough(run) and last > 0.1 and last > 3 * max(first, 1e-6)):
+        return ""
+    return f"kl rose from {first:.3g} (first third) to {last:.3g} nats per token (last third of the steps)"
+
+
+def _reference_too_far(run: RunRecord) -> str:
+    kl = recent(run.column("kl"), 5)
+    if setting(run, "reference.mode") not in ("ema", "hard") or not kl > 0.1:
+        return ""
+    return f"kl to a reference that follows is {kl:.3g} nats per token at {last_steps(run, 5)}; below 0.05 is usual"
+
+
+def _advantage_jump(run: RunRecord) -> str:
+    values = run.column("advantage_std")
+    for at in np.flatnonzero(np.isfinite(values)):
+        if at < 10 or at > len(values) - 5:
+            continue
+        before, after = np.nanmedian(values[at - 10 : at]), np.nanmedian(values[at : at + 5])
+        if before > 0 and after > 3 * before and values[at] > 2 * values[at - 1]:
+            return f"advantage_std goes from {before:.3g} to {after:.3g} at step {run.steps[at]['step']}"
+    return ""
+
+
+def _reward_hacking(run: RunRecord) -> str:
+    """A reward that rises with success may take longer answers; one that rises without it pays for something else."""
+    reward = run.column("reward_mean")
+    if not long_enough(run) or not recent(reward) - early(reward, 5) > 0.2 * early(run.column("reward_std")):
+        return ""
+    seen = []
+    length, turns = run.column("response_tokens"), run.column("turns")
+    success = run.column("success")
+    if recent(length) > 1.8 * early(length, 5) and recent(success) - early(success, 5) < 0.05:
+        seen.append(
+            f"response_tokens from {early(length, 5):.0f} to {recent(length):.0f} and turns from {early(turns, 5):.1f} "
+            f"to {recent(turns):.1f}, with success from {early(success, 5):.2f} to {recent(success):.2f}"
+        )
+    repeated = run.column("repeated_token_share")
+    if recent(repeated) > 0.2 and recent(repeated) > 3 * early(repeated, 5):
+        seen.append(f"repeated_token_share from {early(repeated, 5):.2f} to {recent(repeated):.2f}")
+    if not seen:
+        return ""
+    return f"reward_mean rose from {early(reward, 5):.3g} to {recent(reward):.3g} while " + ", ".join(seen)
+
+
+def _loss_without_progress(run: RunRecord) -> str:
+    name = "evaluation_success" if run.has("evaluation_success") else "success"
+    success, loss, share = run.column(name), thirds(run.column("loss")), recent(run.column("action_token_share"))
+    first, last = thirds(success)
+    third = max(np.isfinite(success).sum() // 3, 1) * float(setting(run, "rollout.batch_size") or 64)
+    noise = 2 * np.sqrt(2 * last * (1 - last) / third)  # two standard errors of the difference
+    flat = abs(last - first) < max(0.03, noise) and last < SOLVED
+    if not (long_enough(run) and flat and share < 0.1 and loss[1] < loss[0]):
+        return ""
+    return (
+        f"{name} stays at {last:.3g}, loss falls from {loss[0]:.3g} to {loss[1]:.3g}, and only {share:.1%} of the "
+        "tokens are actions (action_token_share)"
+    )
+
+
+def _entropy_collapse(run: RunRecord) -> str:
+    name = "entropy" if run.has("entropy") else "sampled_entropy"  # only some algorithms compute it
+    entropy = run.column(name)
+    first, last, success = early(entropy), recent(entropy), recent(run.column("success"))
+    if not (long_enough(run) and last < 0.2 * first and success < 0.8):
+        return ""
+    return f"{name} fell from {first:.3g} to {last:.3g} nats ({last_steps(run)}) with success at {success:.2f}"
+
+
+def _few_unique_samples(run: RunRecord) -> str:
+    share, success = recent(run.column("unique_sample_share")), recent(run.column("success"))
+    if not (share < 0.6 and success < SOLVED):
+        return ""
+    return f"unique_sample_share is {share:.2f} at {last_steps(run)}, under 0.60; success is {success:.2f}"
+
+
+def _tied_groups(run: RunRecord) -> str:
+    share, success = recent(run.column("tied_groups")), recent(run.column("success"))
+    if not (share > 0.5 and success < SOLVED):
+        return ""
+    return f"tied_groups is {share:.2f} at {last_steps(run)}: that share of the batch has no gradient"
+
+
+def _equal_rewards(run: RunRecord) -> str:
+    deviation, success = run.column("advantage_std"), recent(run.column("success"))
+    empty = deviation[-20:] == 0
+    if not (long_enough(run) and empty.mean() > 0.5 and success < SOLVED):
+        return ""
+    holds = np.arange(len(deviation)) >= len(deviation) - 20
+    return f"advantage_std is 0 at {steps_where(run, holds & (deviation == 0))}: those steps learn nothing"
+
+
+LEARNING_RULES = (
+    Rule(
+        "not_finite",
+        "The loss or the gradient is not a number",
+        _not_finite,
+        ("learning rate too high", "a half-precision overflow in the trunk", "a reward or log-prob that is not finite"),
+        "optimizer.learning_rate down to 1e-6; optimizer.clip_gradient=1.0; model.precision=bf16 or fp32",
+    ),
+    Rule(
+        "exploding_gradient",
+        "The gradient explodes",
+        _exploding,
+        ("learning rate too high", "ratios far from 1 because rollouts are stale", "a reward whose scale changed"),
+        "optimizer.learning_rate lower, optimizer.clip_gradient=1.0, rollout.max_staleness lower",
+    ),
+    Rule(
+        "kl_runs_away",
+        "The policy runs away from the reference (KL)",
+        _kl_runs_away,
+        ("learning rate too high", "KL coefficient too small or zero", "a reward that is easy to game"),
+        "the KL coefficient up (0.01 to 0.1), optimizer.learning_rate lower (1e-6 to 3e-6)",
+    ),
+    Rule(
+        "reference_too_far",
+        "The EMA reference is far behind the policy",
+        _reference_too_far,
+        ("beta of the average too close to 1", "learning rate too high for that beta"),
+        "reference.beta lower (0.95 to 0.99) or optimizer.learning_rate lower",
+    ),
+    Rule(
+        "advantage_jump",
+        "The spread of advantages jumps",
+        _advantage_jump,
+        ("the reward's scale changed (environment, reward model)", "the mix of tasks changed", "group size changed"),
+        "keep the reward's scale fixed over the run; change one of group size, temperature, normalisation at a time",
+    ),
+    Rule(
+        "reward_hacking",
+        "The reward rises while length or repetition explodes",
+        _reward_hacking,
+        ("the reward pays for length or for repeating a call", "no limit on turns that costs anything", "no KL term"),
+        "read samples.jsonl; then a length or repetition penalty, or rollout.max_turns and max_tokens_per_turn lower",
+    ),
+    Rule(
+        "loss_without_progress",
+        "The loss falls, success does not, and few tokens are actions",
+        _loss_without_progress,
+        ("observations swamp the context", "the policy is trained on tokens that decide nothing"),
+        "rollout.max_observation_tokens lower; token masks that keep deciding tokens only",
+    ),
+    Rule(
+        "entropy_collapse",
+        "Entropy has collapsed before the task is learnt",
+        _entropy_collapse,
+        ("learning rate too high", "no KL or entropy term", "temperature too low"),
+        "optimizer.learning_rate lower, rollout.temperature=1.0, a KL coefficient of 0.01 to 0.1",
+    ),
+    Rule(
+        "few_unique_samples",
+        "Samples of a prompt are copies of each other",
+        _few_unique_samples,
+        ("temperature too low", "the policy has collapsed", "group size larger than the task has ways"),
+        "rollout.temperature up to 1.0; algorithm.settings.group_size lower; or flash_reinforce, which has no groups",
+    ),
+    Rule(
+        "tied_groups",
+        "Most groups have equal rewards",
+        _tied_groups,
+        ("tasks too hard or too easy for the policy", "group size too small", "reward too coarse"),
+        "algorithm.settings.group_size up, or a curriculum near the policy's level; flash_reinforce needs no groups",
+    ),
+    Rule(
+        "equal_rewards",
+        "Whole batches have equal rewards",
+        _equal_rewards,
+        ("the policy never solves a task", "a broken reward", "batches too small for how rare success is"),
+        "easier tasks first, a better warm start, rollout.batch_size up; play one episode by hand to see the reward",
+    ),
+)

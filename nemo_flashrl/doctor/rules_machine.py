@@ -1,0 +1,148 @@
+"""Rules about time and memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nemo_flashrl.doctor.rule import Rule, last_steps, long_enough, recent, setting, steps_where
+from nemo_flashrl.run.record import RunRecord
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def _near_full(run: RunRecord) -> str:
+    share = run.column("memory_peak_gib") / run.column("memory_total_gib")
+    full = share > 0.94
+    if not full.any():
+        return ""
+    return f"memory_peak_gib is {np.nanmax(share):.0%} of memory_total_gib at {steps_where(run, full)}"
+
+
+def _fragmented(run: RunRecord) -> str:
+    total = run.column("memory_total_gib")
+    loose = (run.column("memory_reserved_gib") - run.column("memory_peak_gib")) / total
+    retries = run.column("memory_retries")
+    grown = len(retries) > 1 and retries[-1] > retries[0]
+    if not (grown or recent(loose) > 0.2):
+        return ""
+    return (
+        f"memory_retries went from {retries[0]:.0f} to {retries[-1]:.0f}; {recent(loose):.0%} of the device is held "
+        f"but not used (memory_reserved_gib - memory_peak_gib, {last_steps(run)})"
+    )
+
+
+def _share_of_step(run: RunRecord, name: str) -> float:
+    return recent(run.column(name) / np.maximum(run.column("step_seconds"), 1e-9))
+
+
+def _trainer_waits(run: RunRecord) -> str:
+    share = _share_of_step(run, "rollout_seconds")
+    if not (long_enough(run) and share > 0.8):
+        return ""
+    return f"rollout_seconds is {share:.0%} of step_seconds at {last_steps(run)}: the trainer waits for rollouts"
+
+
+def _rollouts_wait(run: RunRecord) -> str:
+    share = _share_of_step(run, "rollouts_wait_seconds")
+    if not (long_enough(run) and setting(run, "rollout.mode") in ("async", "in_flight") and share > 0.5):
+        return ""
+    return f"rollouts_wait_seconds is {share:.0%} of step_seconds at {last_steps(run)}: episodes wait for the trainer"
+
+
+def _padding(run: RunRecord) -> str:
+    share = recent(run.column("padding_share"))
+    return f"padding_share is {share:.0%} at {last_steps(run)}, over 10%" if share > 0.1 else ""
+
+
+def _slow_refit(run: RunRecord) -> str:
+    share = _share_of_step(run, "refit_seconds")
+    if not (long_enough(run) and share > 0.25):
+        return ""
+    return f"refit_seconds is {share:.0%} of step_seconds at {last_steps(run)}"
+
+
+def _imbalance(run: RunRecord) -> str:
+    share = recent(run.column("cost_imbalance"))
+    if not (long_enough(run) and share > 0.15):
+        return ""
+    return f"cost_imbalance is {share:.2f} at {last_steps(run)}: ranks wait that share of a mean rank's work"
+
+
+def _no_recompute(run: RunRecord) -> str:
+    asked = setting(run, "model.recompute", "none")
+    missing = run.column("recompute_in_force") == 0
+    if asked == "none" or not missing.any():
+        return ""
+    return f"model.recompute is {asked}, yet recompute_in_force is 0 at {steps_where(run, missing)}"
+
+
+def _no_flash_attention(run: RunRecord) -> str:
+    missing = run.column("flash_attention_in_force") == 0
+    return f"flash_attention_in_force is 0 at {steps_where(run, missing)}" if missing.any() else ""
+
+
+MACHINE_RULES = (
+    Rule(
+        "memory_full",
+        "Memory is full, or nearly",
+        _near_full,
+        ("microbatches too large", "activations kept that could be recomputed", "too few ranks share the model"),
+        "batching.max_tokens_per_microbatch lower, model.recompute=full, parallel.tensor up; see `flashrl plan`",
+    ),
+    Rule(
+        "fragmentation",
+        "The allocator's memory is in pieces",
+        _fragmented,
+        ("microbatches of ever new shapes", "a device close to full"),
+        f"environment {ALLOCATOR}; batching.max_tokens_per_microbatch lower",
+    ),
+    Rule(
+        "recompute_missing",
+        "Recomputation was asked for and is not in force",
+        _no_recompute,
+        ("a model class that ignores the setting", "the model is in evaluation mode"),
+        "model.recompute=full with a model of the supported families",
+    ),
+    Rule(
+        "flash_attention_missing",
+        "Flash attention is not in force",
+        _no_flash_attention,
+        ("Transformer Engine or flash-attn not installed", "NVTE_FLASH_ATTN=0 or a mask that it does not take"),
+        "use the NGC image; unset NVTE_FLASH_ATTN and NVTE_FUSED_ATTN; batching.layout=packed",
+    ),
+    Rule(
+        "trainer_waits",
+        "The trainer waits for rollouts",
+        _trainer_waits,
+        ("too few rollout GPUs or servers", "slow tools in the environment", "no episodes in flight during training"),
+        "more rollout servers; rollout.max_in_flight above rollout.batch_size; rollout.step_timeout lower",
+    ),
+    Rule(
+        "rollouts_wait",
+        "Rollouts wait for the trainer",
+        _rollouts_wait,
+        ("more rollout GPUs than the trainer can feed on", "a training step slowed by padding or small microbatches"),
+        "move GPUs from rollouts to training; batching.max_tokens_per_microbatch up",
+    ),
+    Rule(
+        "padding",
+        "Much of a microbatch is padding",
+        _padding,
+        ("padded layout with lengths that differ much", "a budget so large that short and long share a rectangle"),
+        "batching.layout=packed; or batching.max_tokens_per_microbatch lower in the padded layout",
+    ),
+    Rule(
+        "imbalance",
+        "Data-parallel ranks wait for each other",
+        _imbalance,
+        ("fewer microbatches than there are lengths to balance", "single trajectories longer than the budget"),
+        "rollout.batch_size up, batching.max_tokens_per_microbatch lower",
+    ),
+    Rule(
+        "slow_refit",
+        "Handing weights to the sampler takes long",
+        _slow_refit,
+        ("weights sent over a slow network", "a training step that is very short"),
+        "servers on the trainer's fabric; rollout.batch_size up, so that there are fewer updates",
+    ),
+)

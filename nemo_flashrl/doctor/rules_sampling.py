@@ -1,0 +1,151 @@
+"""Rules about the sampler and its distance from the policy in training."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nemo_flashrl.doctor.rule import Rule, last_steps, recent, setting, steps_where
+from nemo_flashrl.run.record import RunRecord
+
+LOW_ACCEPTANCE = 0.7  # of stale trajectories, over which a step still has most of its batch
+FRESH_ACCEPTANCE = 0.95  # of trajectories that the very weights in training have sampled: nearly all should pass
+MISMATCH_NATS = 0.02  # bf16 engines differ from a trainer by 1e-3 to 1e-2 per token on the same weights
+
+
+def _gate_stale(run: RunRecord) -> str:
+    acceptance, age = recent(run.column("gate_acceptance")), recent(run.column("staleness_mean"))
+    if not (acceptance < LOW_ACCEPTANCE and age >= 0.5):
+        return ""
+    return f"gate_acceptance is {acceptance:.2f} at {last_steps(run)}, with staleness_mean {age:.1f} versions"
+
+
+def _mismatch(run: RunRecord) -> str:
+    difference, fresh = run.column("logprob_difference"), run.column("staleness_max") == 0
+    if not fresh.any():
+        return ""
+    bad = fresh & (difference > MISMATCH_NATS)
+    if bad.sum() * 2 <= fresh.sum():
+        return ""
+    worst = np.nanmean(difference[bad])
+    return (
+        f"logprob_difference is {worst:.3g} nats per token at {steps_where(run, bad)}, where the batch was sampled by "
+        "the very weights that train on it (staleness_max 0)"
+    )
+
+
+def _gate_strict(run: RunRecord) -> str:
+    acceptance, fresh = run.column("gate_acceptance"), run.column("staleness_max") == 0
+    share = recent(acceptance[fresh], len(fresh))
+    if _mismatch(run) or not share < FRESH_ACCEPTANCE:
+        return ""
+    return (
+        f"gate_acceptance is {share:.2f} over the steps with staleness_max 0; sequence_kl is "
+        f"{recent(run.column('sequence_kl')):.2g}, delta is {setting(run, 'algorithm.settings.delta', 3e-3)}"
+    )
+
+
+def _clip(run: RunRecord) -> str:
+    """The surrogate clips a ratio on the advantage's side alone, so that with no room at all about half is clipped."""
+    fraction = recent(run.column("clip_fraction"))
+    if not fraction > 0.3:
+        return ""
+    return f"clip_fraction is {fraction:.2f} at {last_steps(run)}; 0.5 is what no clip range at all would give"
+
+
+def _extreme(run: RunRecord) -> str:
+    guarded = run.column("dropped_ratio_guard")
+    if not recent(guarded) >= 1:
+        return ""
+    return f"dropped_ratio_guard counts trajectories at {steps_where(run, guarded > 0)}"
+
+
+def _too_old(run: RunRecord) -> str:
+    dropped = run.column("dropped_too_old")
+    share = recent(dropped) / float(setting(run, "rollout.batch_size") or np.inf)
+    if not share > 0.2:
+        return ""
+    return f"dropped_too_old is {recent(dropped):.1f} a step at {last_steps(run)}, {share:.0%} of a batch"
+
+
+def _environment_errors(run: RunRecord) -> str:
+    errors = run.column("episodes_environment_error")
+    ends = [n for n in run.steps[-1] if n.startswith("episodes_") and n != "episodes_in_flight"]
+    total = sum(np.nan_to_num(run.column(name)) for name in ends)
+    share = recent(errors / np.maximum(total, 1))
+    if not share > 0.1:
+        return ""
+    return f"episodes_environment_error is {share:.0%} of the episodes at {last_steps(run)}"
+
+
+def _cut_by_context(run: RunRecord) -> str:
+    ends = [n for n in run.steps[-1] if n.startswith("episodes_") and n != "episodes_in_flight"]
+    total = sum(np.nan_to_num(run.column(name)) for name in ends)
+    limits = run.column("episodes_token_limit") + run.column("episodes_turn_limit")
+    share = recent(limits / np.maximum(total, 1))
+    if not share > 0.3:
+        return ""
+    return f"{share:.0%} of the episodes end at a limit (episodes_token_limit, episodes_turn_limit), {last_steps(run)}"
+
+
+SAMPLING_RULES = (
+    Rule(
+        "sampler_mismatch",
+        "Sampler and trainer disagree on fresh tokens",
+        _mismatch,
+        (
+            "temperature of the sampler and of the trainer's log-probs not equal",
+            "weights that did not reach the sampler",
+            "an engine with other numerics (quantised weights, KV cache in fp8, another RoPE scaling)",
+        ),
+        "sample at rollout.temperature and nothing else: no top-p, top-k or penalties in the engine; same precision",
+    ),
+    Rule(
+        "gate_rejects_stale",
+        "The gate rejects much, because rollouts are stale",
+        _gate_stale,
+        ("too many policy versions between sampling and training", "learning rate too high for that staleness"),
+        "rollout.max_staleness, rollout.lag or rollout.max_in_flight lower; optimizer.learning_rate lower",
+    ),
+    Rule(
+        "gate_rejects_fresh",
+        "The gate rejects fresh trajectories",
+        _gate_strict,
+        ("delta too small for the engine's rounding", "a sampler in lower precision than the trainer"),
+        "algorithm.settings.delta up (3e-3 is the paper's value)",
+    ),
+    Rule(
+        "clipped",
+        "Many tokens are clipped",
+        _clip,
+        ("batches used too often or too late", "clip range too narrow", "learning rate too high"),
+        "clip_low and clip_high to 0.05 to 0.2 or wider; rollout.lag lower; optimizer.learning_rate lower",
+    ),
+    Rule(
+        "extreme_ratios",
+        "Trajectories are dropped for impossible ratios",
+        _extreme,
+        ("a fault of the sampler: wrong log-probs for single tokens", "weights replaced under a cached prefix"),
+        "look at the engine's log-probs first; algorithm.settings.ratio_guard only hides it",
+    ),
+    Rule(
+        "too_old",
+        "Many trajectories are too old to train on",
+        _too_old,
+        ("episodes much longer than a training step", "more episodes in flight than training takes up"),
+        "rollout.max_staleness up, rollout.max_in_flight lower, or more rollout GPUs",
+    ),
+    Rule(
+        "environment_errors",
+        "The environment fails often",
+        _environment_errors,
+        ("tools or servers that time out", "a bug in the environment"),
+        "read `info.error` in trajectories.jsonl; rollout.step_timeout up",
+    ),
+    Rule(
+        "cut_by_limits",
+        "Many episodes end at a limit, not by themselves",
+        _cut_by_context,
+        ("limits below what the task needs", "a policy that loops", "observations too long"),
+        "rollout.max_turns or model.context_length up; rollout.max_observation_tokens lower",
+    ),
+)

@@ -1,0 +1,87 @@
+"""What the collector needs of a sampler, whichever it is, and a wrapper that changes weights between two actions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.weight_sync.probe import NamedTensors
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A sampler that takes token ids and returns token ids.
+
+    Weights arrive as a stream of Hugging Face names and tensors, one at a time; an engine may not keep
+    the tensors it is handed, only copies. `version` is the policy version it now serves; `faults` counts since the
+    start, by reason, what went wrong and was made good: tries that were repeated, and `servers_fallen`.
+    """
+
+    version: int
+    faults: Counter[str]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """Continue `token_ids`. Many calls may be in flight at once."""
+        ...
+
+    async def load_weights(self, stream: NamedTensors, version: int) -> None:
+        """Replace all weights, then serve them as `version`; on any error the old ones go on serving."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the engine holds; requests in flight fail."""
+        ...
+
+
+class DrainingEngine:
+    """An `Engine` around another: a load waits for the requests in flight, requests that come meanwhile wait for it.
+
+    So all tokens of one action are of one version; two actions of an episode may be of two. Episodes go on: a tool that
+    works while the weights change is not disturbed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._in_flight = 0
+        self._open, self._drained = asyncio.Event(), asyncio.Event()
+        self._open.set()
+
+    @property
+    def version(self) -> int:
+        """The policy version that the engine serves."""
+        return self._engine.version
+
+    @property
+    def faults(self) -> Counter[str]:
+        """The engine's."""
+        return self._engine.faults
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        """As the engine's, once no load is under way."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._in_flight += 1
+        try:
+            return await self._engine.generate(token_ids, sampling)
+        finally:
+            self._in_flight -= 1
+            self._drained.set()
+
+    async def load_weights(self, stream: NamedTensors, version: int) -> None:
+        """As the engine's, once no request is in flight; `stream` is not touched before."""
+        assert self._open.is_set(), "weights are loaded one after another"
+        self._open.clear()
+        try:
+            while self._in_flight:
+                self._drained.clear()
+                await self._drained.wait()
+            await self._engine.load_weights(stream, version)
+        finally:
+            self._open.set()
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self._engine.close()

@@ -1,0 +1,243 @@
+"""vLLM servers: `POST /inference/v1/generate` with token ids, weights through our transfer backend.
+
+Written for and tested with vLLM 0.32, the first with these routes; `flashrl serve-rollout` starts one as it must be.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nemo_flashrl.engines.http import RemoteEngine, Weights, token_versions
+from nemo_flashrl.engines.logprob_check import check_sampling
+from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool
+from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.weight_sync.probe import NamedTensors
+
+SUPPORTED = "vLLM 0.32"
+MAX_TEMPERATURE = 2.0  # vLLM refuses more
+NO_LOGPROB = -9999.0  # what vLLM writes for -inf and NaN
+ADAPTER = "policy"  # its name on a server
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+_HOW = f"start it with `flashrl serve-rollout` from an environment with {SUPPORTED}"
+
+
+class VLLMEngine(RemoteEngine):
+    """An `Engine` over vLLM servers that read new weights from a folder; arguments as `RemoteEngine` has them."""
+
+    def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
+        super().__init__(VLLMDialect(vocab_size), servers, vocab_size, **options)
+
+
+class VLLMDialect:
+    """vLLM's routes."""
+
+    health_path = "/health"
+    generate_path = "/inference/v1/generate"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
+        """Everything is said, whatever the server's defaults: nothing truncates or tilts the distribution."""
+        return {
+            "token_ids": list(token_ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_tokens": sampling.max_tokens,
+                "seed": sampling.seed,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,  # the end-of-sequence token is among the stop tokens, if it shall stop
+                "top_p": 1.0,
+                "top_k": -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "logprobs": 0,
+                "detokenize": False,
+                **more,
+            },
+        }
+
+    def read(self, answer: Any, initial_version: int | None) -> Generation:
+        """See `Dialect.read`."""
+        choice = answer["choices"][0]
+        token_ids = tuple(map(int, choice["token_ids"]))
+        rows = choice["logprobs"]["content"]
+        logprobs = tuple(_sampled(row, token) for row, token in zip(rows, token_ids, strict=False))
+        if len(rows) != len(token_ids):
+            logprobs = tuple(float(row["logprob"]) for row in rows)  # counted and refused by the engine
+        versions = token_versions(choice["weight_versions"], initial_version)
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"finish_reason={choice['finish_reason']!r}")
+        return Generation(token_ids, logprobs, versions, choice["finish_reason"])
+
+    async def check(self, pool: ServerPool, server: Server) -> None:
+        """Routes, transfer backend, then what the log-probs are of; a server that was left paused goes on."""
+        try:
+            await pool.call(server, "/is_paused")
+            await pool.call(server, "/weight_info")
+        except ValueError as error:
+            raise ValueError(
+                f"{server.url} lacks the routes for new weights ({error}): VLLM_SERVER_DEV_MODE=1 is not set, or it is "
+                f"no {SUPPORTED}; {_HOW}"
+            ) from error
+        await pool.call(server, "/resume", {})
+        try:
+            await check_sampling(self, pool, server, self._vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{server.url}: {error}; {_HOW}") from error
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{server.url} answers as no {SUPPORTED} does ({error!r}); {_HOW}") from error
+        try:
+            await pool.call(server, "/init_weight_transfer_engine", {"init_info": {}})
+        except (Fault, ValueError) as error:
+            raise ValueError(f"{server.url} has no weight-transfer backend of ours ({error}); {_HOW}") from error
+
+    async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
+        """See `Dialect.longest_context`: `--max-model-len`, or what the checkpoint says."""
+        return (await pool.call(server, "/v1/models"))["data"][0].get("max_model_len")
+
+    async def top_logprobs(
+        self, pool: ServerPool, server: Server, token_ids: Sequence[int], temperature: float, count: int
+    ) -> dict[int, float]:
+        """Of the next token, the most likely `count` and the sampled one."""
+        sampling = Sampling(temperature=temperature, max_tokens=1)
+        answer = await pool.call(server, self.generate_path, self.request(token_ids, sampling, logprobs=count))
+        (row,) = answer["choices"][0]["logprobs"]["content"]
+        return {entry["token_id"]: entry["logprob"] for entry in row["top_logprobs"]}
+
+    async def score(self, pool: ServerPool, server: Server, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of a prompt, which vLLM computes without temperature."""
+        body = self.request(token_ids, Sampling(max_tokens=1), prompt_logprobs=0)
+        rows = (await pool.call(server, self.generate_path, body))["prompt_logprobs"]
+        return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+
+    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
+        """See `update`; the server reads the folder itself."""
+        await self.update(pool, server, {"folder": str(weights.folder)}, weights.version)
+
+    async def update(
+        self,
+        pool: ServerPool,
+        server: Server,
+        update_info: dict[str, Any],
+        version: int,
+        untouched: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Pause between two tokens, load, drop the old keys and values, go on.
+
+        A load that fails is followed by going on with the old weights, or by nothing where they are not `untouched`.
+        """
+        await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
+        try:
+            await self._start(pool, server)
+            await self._replace(pool, server, update_info)
+        except (Fault, ValueError) as error:
+            if untouched():
+                await pool.call(server, "/resume", {})
+            raise error if isinstance(error, Fault) else Fault("status", str(error)) from error
+        await pool.call(server, "/finish_weight_update", {"weight_version": str(version)})
+        await pool.call(server, "/resume", {})
+
+    async def _replace(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+        await pool.call(server, "/update_weights", {"update_info": update_info})
+
+    async def _start(self, pool: ServerPool, server: Server) -> None:
+        try:
+            await pool.call(server, "/start_weight_update", {})
+        except Fault:  # a trainer died within an update; with our backend, none has been begun on the model
+            await pool.call(server, "/finish_weight_update", {})
+            await pool.call(server, "/start_weight_update", {})
+
+
+def _sampled(row: dict[str, Any], token: int) -> float:
+    """The log-prob of the token that was sampled, which need not be the first or the likeliest of the row."""
+    entries = (row,) if row["token_id"] == token else [e for e in row["top_logprobs"] if e["token_id"] == token]
+    logprob = float(entries[0]["logprob"])
+    return logprob if logprob > NO_LOGPROB else -math.inf
+
+
+class AdapterEngine(RemoteEngine):
+    """An `Engine` over vLLM servers that get a LoRA adapter alone; arguments as `RemoteEngine` has them.
+
+    The base is the checkpoint that a server was started with, and stays; what comes with every sync is some thousandth
+    of it. vLLM computes the adapter beside the base, as the trainer does.
+
+    `load_weights` takes PEFT's names and factors, alpha / rank multiplied in.
+    """
+
+    def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
+        super().__init__(AdapterDialect(vocab_size), servers, vocab_size, **options)
+
+    async def _write(self, stream: NamedTensors, folder: Path) -> None:
+        write_peft_folder(dict(stream), folder)
+
+    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+        try:
+            return await super()._ask(server, body)
+        except ValueError as error:
+            if f"`{ADAPTER}` does not exist" not in str(error):
+                raise
+            raise Fault("version", f"{server.url} has no adapter: it was started anew") from error
+
+
+class AdapterDialect(VLLMDialect):
+    """As vLLM's; whatever is asked for after the first sync is asked of the adapter."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self._base = VLLMDialect(vocab_size)
+        self._loaded = False
+
+    def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
+        body = super().request(token_ids, sampling, **more)
+        return body | {"model": ADAPTER} if self._loaded else body
+
+    async def check(self, pool: ServerPool, server: Server) -> None:
+        """Of the base: a server that was started anew has no adapter yet."""
+        await self._base.check(pool, server)
+
+    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
+        """See `update`. A load that fails leaves the adapter before it."""
+        await self.update(pool, server, {"folder": str(weights.folder)}, weights.version)
+        self._loaded = True
+
+    async def _replace(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+        body = {"lora_name": ADAPTER, "lora_path": update_info["folder"], "load_inplace": True}
+        try:
+            await pool.call(server, LOAD_ADAPTER, body)
+        except Fault as fault:
+            if fault.reason != "malformed":  # it answers in words
+                raise
+
+
+def write_peft_folder(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write factors under PEFT's names, already scaled, as a new folder that vLLM loads.
+
+    Raises:
+        ValueError: one of them is not finite.
+    """
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"weights: {name} is not finite")
+    rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+    }
+    folder.mkdir(parents=True)
+    save_file(
+        {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors"
+    )
+    (folder / "adapter_config.json").write_text(json.dumps(config))

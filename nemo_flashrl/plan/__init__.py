@@ -1,0 +1,1 @@
+"""`flashrl plan`: memory and time of a layout, by formula, before a GPU is asked for."""

@@ -1,0 +1,190 @@
+"""Memory of a job before it starts: bytes of one rank of each pipeline stage, by what holds them.
+
+Legend: T = tokens of a microbatch on one context-parallel rank, e = bytes of an element, t = tensor-parallel size,
+H hidden, Q and K widths of query and key, A and G heads of query and key, D head size, F width of the MLP, X experts,
+of which a token goes to k, r rank of LoRA; t' = t under sequence parallelism, else 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from nemo_flashrl.ops.memory import policy_head_memory
+from nemo_flashrl.weights.model_shape import ModelShape
+
+FLOAT = 4
+LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a job runs; defaults are those of a GPU job of this package."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1  # ranks of a stage over which the experts of a layer are spread
+    lora_rank: int = 0  # 0: all weights are trained
+    lora_targets: tuple[str, ...] = LAYERS
+    sequence: bool = True  # sequence parallelism; counts where tensor > 1
+    precision: str = "bf16"  # | "fp32"
+    recompute: str = "none"  # | "selective" | "full"
+    distributed_optimizer: bool = True  # optimizer state spread over data and context ranks
+    reference: str = "none"  # | "frozen" | "hard" | "ema": an fp32 copy in host memory
+    head_chunk: int = 512
+    head_logits_budget: int = 64 * 2**20
+    vocab_divisible_by: int = 128
+    microbatches: int = 8  # of one optimizer step, per data-parallel rank
+    fused_kernels: bool = True  # Transformer Engine and flash attention; False: torch's own, as on a CPU
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def optimizer_shares(self) -> tuple[int, int]:
+        """Ranks that share the optimizer's state of a dense weight, and of an expert's."""
+        copies = self.data * self.context
+        return copies, copies if self.expert == 1 else self.tensor * copies // self.expert
+
+    @property
+    def element(self) -> int:
+        return 2 if self.precision == "bf16" else 4
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one rank; `host_reference` lies in host memory and is no part of the sum."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    host_reference: int
+
+    @property
+    def device(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host_reference")
+
+
+def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> StageMemory:
+    """One rank of pipeline stage `stage`, for microbatches of `tokens` tokens (all context ranks together).
+
+    weights    e bytes a parameter
+    gradients  4 a trained one: Megatron's DDP sums them in fp32 (grad_reduce_in_fp32)
+    optimizer  8 a trained one: Adam's two moments in fp32, and 4 for the fp32 weights where the model is bf16
+               (Rajbhandari 2020); the distributed optimizer divides them by data x context ranks, an expert's by the
+               ranks that hold it, of tensor x data x context
+    reference  4 a parameter, in host memory
+
+    LoRA trains its factors alone. Experts are counted as if each got as many tokens as the others.
+    """
+    pipeline, tensor = layout.pipeline, layout.tensor
+    dense = shape.stage_parameters(stage, pipeline, tensor, layout.vocab_divisible_by)
+    experts = shape.expert_parameters(pipeline, tensor, layout.expert)
+    adapters = shape.adapter_parameters(layout.lora_targets, layout.lora_rank, pipeline, tensor)
+    count = dense + experts + adapters
+    trained, trained_experts = (adapters, 0) if layout.lora_rank else (dense, experts)
+    per_parameter = 8 + (FLOAT if layout.precision == "bf16" else 0)
+    shares, expert_shares = layout.optimizer_shares if layout.distributed_optimizer else (1, 1)
+    own = -(-tokens // layout.context)
+    return StageMemory(
+        weights=count * layout.element,
+        gradients=(trained + trained_experts) * FLOAT,
+        optimizer=-(-trained * per_parameter // shares) - (-trained_experts * per_parameter // expert_shares),
+        activations=stage_activations(shape, layout, stage, own),
+        head=_head(shape, layout, own) if stage == pipeline - 1 else 0,
+        host_reference=0 if layout.reference == "none" else count * FLOAT,
+    )
+
+
+def _head(shape: ModelShape, layout: Layout, tokens: int) -> int:
+    return policy_head_memory(
+        tokens,
+        shape.hidden,
+        shape.padded_vocab(layout.vocab_divisible_by, layout.tensor),
+        tensor_parallel=layout.tensor,
+        chunk_tokens=layout.head_chunk,
+        element_bytes=layout.element,
+        sequence_parallel=layout.sequence and layout.tensor > 1,
+        logits_budget_bytes=layout.head_logits_budget,
+    ).peak
+
+
+def stage_activations(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> int:
+    """What autograd keeps, of all microbatches in flight: min(M, P - stage) of them under 1F1B (Narayanan et al. 2021).
+
+    With full recomputation a layer keeps its input alone, and one layer at a time is whole (Korthikanti et al. 2022).
+    """
+    layers = shape.layers // layout.pipeline
+    in_flight = min(layout.microbatches, layout.pipeline - stage)
+    width = shape.hidden // (layout.tensor if layout.sequence else 1)
+    stored = layers * _layer_bytes_per_token(shape, layout)
+    working = 0
+    if layout.recompute == "full":
+        stored = layers * layout.element * width
+        working = tokens * _layer_bytes_per_token(shape, replace(layout, recompute="none"))
+    if stage == 0 and not layout.lora_rank:
+        stored += 8  # token ids, for the embedding's gradient
+    if stage == layout.pipeline - 1:  # the last norm: its input, its root mean square, and unfused the normalised input
+        shards = layout.tensor if layout.sequence else 1
+        stored += layout.element * width * (1 if layout.fused_kernels or layout.lora_rank else 2) + FLOAT // shards
+    return in_flight * tokens * stored + working
+
+
+def _layer_bytes_per_token(shape: ModelShape, layout: Layout) -> int:
+    """Korthikanti et al. 2022, section 4, recounted for a gated MLP, grouped queries, RMSNorm and no dropout.
+
+        norms      2 (input, output)        e (4 H / t') + 8 / t'
+        attention  q, k, v, output          e (2 Q + 2 K) / t + 4 A / t     the last for flash attention's log-sum-exp
+          norm of q and k: their input      e (Q + K) / t + 4 (A + G) / t
+        MLP        up and gate, product     e (3 F) / t                     for every expert that a token goes to
+          experts: their input, the router  e k H / t' + (9 X + 20 k) / t'
+
+    Kernels of torch keep more: the normalised input of each norm, cosine and sine of each rotation, the attention's
+    output a second time, k apart from the fused qkv, and silu and its product twice, an expert's thrice. Selective
+    recomputation drops what attention keeps beside its inputs and its output.
+    """
+    e, t = layout.element, layout.tensor
+    shards = t if layout.sequence else 1
+    norms = e * 4 * shape.hidden // shards + 2 * FLOAT // shards
+    attention = e * (2 * shape.query + 2 * shape.key) // t + FLOAT * shape.heads // t
+    if shape.qk_norm:
+        attention += e * (shape.query + shape.key) // t + FLOAT * (shape.heads + shape.groups) // t
+    if not layout.fused_kernels:
+        norms += e * 2 * shape.hidden // shards
+        attention += e * (2 * shape.query + shape.key) // t + 4 * FLOAT * shape.head_size
+        if shape.qk_norm and shape.groups > t:  # queries are copied out from between several groups' keys and values
+            attention += e * shape.query // t
+    if layout.recompute == "selective":
+        attention -= FLOAT * shape.heads // t + (0 if layout.fused_kernels else e * shape.query // t)
+    stored = norms + attention + _mlp_bytes_per_token(shape, layout, shards)
+    return stored + (_lora_bytes_per_token(shape, layout, shards) if layout.lora_rank else 0)
+
+
+def _mlp_bytes_per_token(shape: ModelShape, layout: Layout, shards: int) -> int:
+    if not shape.experts:
+        return layout.element * (3 if layout.fused_kernels else 5) * shape.ffn // layout.tensor
+    chosen = shape.experts_per_token
+    inner = layout.element * chosen * (3 if layout.fused_kernels else 6) * shape.ffn // layout.tensor
+    return inner + (layout.element * chosen * shape.hidden + 9 * shape.experts + 20 * chosen) // shards
+
+
+def _lora_bytes_per_token(shape: ModelShape, layout: Layout, shards: int) -> int:
+    """More than without: what goes between the factors of a target, e r, and its input gathered over t'. Less: the
+    input of each layer that is no target; unfused, the normalised inputs, which a norm's own gradient takes."""
+    e, t, targets = layout.element, layout.tensor, layout.lora_targets
+    more = e * layout.lora_rank * len(targets)
+    for name in ("linear_qkv", "linear_fc1"):
+        is_expert = shape.experts and name == "linear_fc1"  # its input goes to the router too, which keeps it
+        if name in targets:
+            more += e * shape.hidden - e * shape.hidden // shards
+        elif not is_expert:
+            more -= e * shape.hidden // shards
+    if "linear_fc2" not in targets:
+        more -= e * shape.ffn * (shape.experts_per_token if shape.experts else 1) // t
+    if not layout.fused_kernels:
+        more -= 2 * e * shape.hidden // shards + (0 if "linear_proj" in targets else e * shape.query // t)
+    return more

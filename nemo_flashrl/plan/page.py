@@ -1,0 +1,178 @@
+"""The page that `flashrl plan` prints, from a model's config.json or a run's configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemo_flashrl.config import RunConfig
+from nemo_flashrl.plan.devices import USABLE, Device, find_device
+from nemo_flashrl.plan.fitting import GPUS_OF_A_NODE, check_layout, largest_context, smallest_allocation, stages
+from nemo_flashrl.plan.memory import LAYERS, Layout, StageMemory
+from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time
+from nemo_flashrl.weights.model_shape import ModelShape, model_shape
+
+GIB = 2**30
+DEFAULTS = {
+    **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
+    **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
+    **{"ep": 1, "lora_rank": 0},
+}
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print it; returns 0 where the job fits the device, 1 where it does not. ValueError: sizes that cannot be."""
+    hf_config, given = _read(options.model, options.overrides)
+    shape = model_shape(hf_config)
+    asked = {key: value for key, value in vars(options).items() if value is not None}
+    sizes = DEFAULTS | {"lora_targets": LAYERS[:2] if shape.experts else LAYERS} | given | asked
+    if not 0 < options.action_share <= 1:
+        raise ValueError(f"--action-share {options.action_share:g}: must be above 0, at most 1")
+    device = find_device(sizes["device"])
+    layout, tokens = layout_of(sizes, distributed_optimizer=not options.plain_optimizer)
+    check_layout(shape, layout)
+    print("\n".join(_page(shape, layout, device, sizes, tokens, options.action_share)))
+    return 0 if _fullest(stages(shape, layout, tokens)) <= USABLE * device.memory_gib * GIB else 1
+
+
+def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> tuple[Layout, int]:
+    """The layout that sizes make, and the tokens of its microbatches. ValueError: the GPUs are no whole replicas."""
+    model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    gpus = sizes["gpus"] or model_ranks
+    if gpus % model_ranks:
+        raise ValueError(f"--gpus {gpus}: TP x PP x CP = {model_ranks} does not divide it")
+    tokens = sizes["microbatch"] or sizes["context"]
+    data = gpus // model_ranks
+    layout = Layout(
+        tensor=sizes["tp"],
+        pipeline=sizes["pp"],
+        context=sizes["cp"],
+        sequence=sizes["sequence"],
+        data=data,
+        expert=sizes["ep"],
+        lora_rank=sizes["lora_rank"],
+        lora_targets=tuple(sizes["lora_targets"]),
+        precision=sizes["precision"],
+        recompute=sizes["recompute"],
+        reference=sizes["reference"],
+        distributed_optimizer=distributed_optimizer,
+        head_chunk=sizes["head_chunk"],
+        microbatches=max(1, -(-sizes["batch"] * sizes["context"] // (tokens * data))),
+    )
+    return layout, tokens
+
+
+def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's config.json, and the sizes that a run's configuration gives."""
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix == ".json":
+        if not file.is_file():
+            raise ValueError(f"{model!r} holds no config.json: give a Hugging Face folder or a configuration")
+        return _read_json(file), {}
+    from nemo_flashrl import config as configuration
+
+    run = configuration.load(model, overrides, unneeded=("output", "model.path"))
+    source = Path(run.model.path) / "config.json"
+    if not run.model.hf_config and not (run.model.path and source.is_file()):
+        raise ValueError(f"model.path={run.model.path!r} holds no config.json; model.hf_config may stand for it")
+    return run.model.hf_config or _read_json(source), sizes_of(run)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}): give a Hugging Face folder or its config.json") from error
+
+
+def sizes_of(run: RunConfig) -> dict[str, Any]:
+    """What a configuration says of the sizes."""
+    sizes = {
+        **{"tp": run.parallel.tensor, "pp": run.parallel.pipeline, "cp": run.parallel.context},
+        **{"context": run.model.context_length, "microbatch": run.batching.max_tokens_per_microbatch},
+        **{"batch": run.rollout.batch_size, "recompute": run.model.recompute, "precision": run.model.precision},
+        **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
+        **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
+        **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets},
+    }
+    return sizes | ({"device": run.cluster.device} if run.cluster.device else {})
+
+
+def _fullest(memory: list[StageMemory]) -> int:
+    return max(stage.device for stage in memory)
+
+
+def _page(
+    shape: ModelShape, layout: Layout, device: Device, sizes: dict[str, Any], tokens: int, action_share: float
+) -> list[str]:
+    memory = stages(shape, layout, tokens)
+    usable = USABLE * device.memory_gib
+    fullest = _fullest(memory) / GIB
+    longest = largest_context(shape, layout, device)
+    smallest = smallest_allocation(shape, replace(layout, data=1), device, sizes["context"])
+    lines = [
+        f"{_count(shape.parameters)} parameters on {layout.ranks} x {sizes['device']}: TP {layout.tensor}, PP "
+        f"{layout.pipeline}, CP {layout.context}, DP {layout.data}{_experts(layout)}; microbatches of {tokens} tokens, "
+        f"recompute {layout.recompute}" + (f"; LoRA of rank {layout.lora_rank}" if layout.lora_rank else ""),
+        "",
+        *_memory_table(memory),
+        "",
+        f"  {'fits' if fullest <= usable else 'DOES NOT FIT'}: the fullest rank holds {fullest:.1f} GiB of {usable:.1f}"
+        f" usable ({device.memory_gib:.1f} less {1 - USABLE:.0%} for kernels' workspace and the allocator)",
+        f"  largest context, one trajectory a microbatch: {longest} tokens",
+        f"  fewest GPUs for a context of {sizes['context']}: {_named(smallest)}",
+        "",
+        *_time_lines(shape, layout, device, sizes, action_share),
+        "",
+        "  formulas: nemo_flashrl/plan/memory.py and plan_time.py, each with its source",
+    ]
+    return lines
+
+
+def _experts(layout: Layout) -> str:
+    return f", EP {layout.expert}" if layout.expert > 1 else ""
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e8 else f"{number / 1e6:.2f}M"
+
+
+def _memory_table(memory: list[StageMemory]) -> list[str]:
+    names = ("weights", "gradients", "optimizer", "activations", "head")
+    lines = ["  GiB a rank  " + "".join(f"{name:>13}" for name in (*names, "sum", "host: ref."))]
+    for stage, held in enumerate(memory):
+        values = [*(getattr(held, name) for name in names), held.device, held.host_reference]
+        lines.append(f"  stage {stage:<6}" + "".join(f"{value / GIB:>13.2f}" for value in values))
+    return lines
+
+
+def _named(layout: Layout | None) -> str:
+    if layout is None:
+        return "none found; a longer pipeline or more context parallelism than 16 and 8 may do"
+    nodes = -(-layout.ranks // GPUS_OF_A_NODE)
+    return (
+        f"{layout.ranks} ({nodes} node{'s' * (nodes > 1)}): TP {layout.tensor}, PP {layout.pipeline}, CP "
+        f"{layout.context}{f', DP {layout.data}' * (layout.data > 1)}{_experts(layout)}, recompute {layout.recompute}"
+    )
+
+
+def _time_lines(
+    shape: ModelShape, layout: Layout, device: Device, sizes: dict[str, Any], action_share: float
+) -> list[str]:
+    tokens = float(sizes["batch"] * sizes["context"])
+    time = step_time(shape, layout, device, tokens=tokens, trajectory_tokens=sizes["context"])
+    parts = {"trunk": time.trunk, "attention": time.attention, "recomputation": time.recompute, "head": time.head}
+    shares = ", ".join(f"{name} {value / time.total:.0%}" for name, value in parts.items())
+    tensor = next(t for t in (1, 2, 4, 8, 16) if 2 * shape.parameters < 0.7 * device.memory_gib * GIB * t or t == 16)
+    speed, episodes = decode_tokens_per_second(shape, device, context_tokens=sizes["context"], tensor=tensor)
+    needed = tokens * action_share / time.seconds / speed
+    return [
+        f"  a step of {sizes['batch']} trajectories of {sizes['context']} tokens: {time.total / 1e15:.0f} PFLOP, about "
+        f"{time.seconds:.0f} s at 40% of peak ({shares})",
+        f"  rollouts: about {speed:.0f} sampled tokens/s a GPU ({episodes} episodes on TP {tensor}); {needed:.1f} GPUs "
+        f"keep up with the trainer at {action_share:.0%} action tokens, tools' time left out",
+    ]

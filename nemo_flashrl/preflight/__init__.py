@@ -1,0 +1,1 @@
+"""Everything that is refused before a model is built."""

@@ -1,0 +1,246 @@
+"""One episode: token ids in, token ids out; a trajectory is what the sampler saw and produced, never re-tokenised.
+
+environment.reset -> prompt ids --> engine.generate -> action ids --> environment.step -> observation ids --+
+                                        ^                                                                   |
+                                        +-------------------------------------------------------------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from nemo_flashrl.engines.base import Engine
+from nemo_flashrl.environments.environment import Environment, Message, StepResult
+from nemo_flashrl.environments.guard import EnvironmentFailure, ask, in_words, reset, step
+from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory, Turn
+from nemo_flashrl.rollout.chat_tokens import Codec, Observation
+
+Summarize = Callable[[str, int], Awaitable[str]]  # (observation, tokens it may have) -> what stands in its place
+KEEP = ("head", "tail", "both")
+COUNTS = ("observations_truncated", "observation_characters_cut", "observations_summarized")  # ours, in the info
+PROMPT_TOO_LONG = "prompt_too_long"  # the end of an episode that has not begun
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds an episode; `Sampling.max_tokens` bounds each of its actions."""
+
+    max_turns: int = 8
+    max_context: int = 4096  # tokens of prompt, actions and observations together, in one segment
+    max_observation_tokens: int = 1024  # of one tool answer; the rest is cut, counted, and marked in the text
+    step_timeout: float = 60.0  # seconds for one reset, step or close of the environment
+    episode_timeout: float | None = None  # seconds for the whole episode, generation included
+    keep_observation: str = "head"  # what stays of a longer answer: "head" | "tail" | "both", half of each
+    summarize: Summarize | None = None  # asked for a shorter text before anything is cut
+    on_long_prompt: Callable[[int, int], None] | None = None  # told (task index, tokens) of one that leaves no room
+
+    def __post_init__(self) -> None:
+        for name in ("max_turns", "max_context", "max_observation_tokens", "step_timeout", "episode_timeout"):
+            value = getattr(self, name)
+            if not (value is None or value > 0):
+                raise ValueError(f"limits: {name}={value} must be above 0")
+        if self.keep_observation not in KEEP:
+            raise ValueError(f"limits: keep_observation={self.keep_observation!r} must be one of {', '.join(KEEP)}")
+
+
+@dataclass(slots=True)
+class _Episode:
+    """What has happened so far."""
+
+    messages: list[Message] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    reward: float = 0.0
+    success: bool | None = None  # the environment's word, where it has one
+    info: dict[str, Any] = field(default_factory=dict)  # the environment's
+    shaping: Counter[str] = field(default_factory=Counter)
+    malformed: bool = False
+    turn_rewards: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)  # ours
+
+    @property
+    def context(self) -> list[int]:
+        """The ids that the policy sees now: those of the last segment."""
+        ids = list(self.prompt)
+        for turn in self.turns:
+            if turn.starts_segment:
+                ids.clear()
+            else:
+                ids += turn.action.token_ids
+            ids += turn.observation_ids
+        return ids
+
+
+async def run_episode(
+    engine: Engine,
+    environment: Environment,
+    task: Any,
+    codec: Codec,
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    task_index: int = 0,
+    prompt_index: int = 0,
+    sample: int = 0,
+    seed: int = 0,
+) -> Trajectory:
+    """Play `task` to its end, and close the environment whatever happens.
+
+    `sample` counts the episodes of one prompt; it, `seed`, `prompt_index` and the turn fix each request's randomness
+    (`sampling.seed` is not used). A fault of the environment ends the episode with "environment_error", the reward so
+    far and `info["error"]`; `limits.episode_timeout` with "time_limit" and the turns that were complete; a
+    prompt that leaves no room in `limits.max_context` with "prompt_too_long" and no turn.
+
+    Raises:
+        Whatever the engine or `limits.on_long_prompt` raises.
+    """
+    episode, identity = _Episode(), (seed, prompt_index, sample)
+    timer = asyncio.timeout(limits.episode_timeout)
+    try:
+        async with timer:
+            end_reason = await _play(engine, environment, task, codec, limits, sampling, episode, identity)
+    except EnvironmentFailure as failure:
+        end_reason, episode.info["error"] = "environment_error", str(failure)
+    except TimeoutError:
+        if not timer.expired():  # the engine's own
+            raise
+        end_reason = "time_limit"
+    finally:
+        try:
+            await ask("close", limits.step_timeout, environment.close)
+        except EnvironmentFailure as failure:
+            episode.info["close_error"] = str(failure)
+    if end_reason == PROMPT_TOO_LONG and limits.on_long_prompt is not None:
+        limits.on_long_prompt(task_index, len(episode.prompt))
+    return _trajectory(episode, end_reason, prompt_index, sampling.temperature)
+
+
+def turn_seed(seed: int, prompt_index: int, sample: int, turn: int) -> int:
+    """The seed of one request, in 0..2**63-1: a hash, so that neighbours share nothing."""
+    words = np.random.SeedSequence([seed, prompt_index, sample, turn]).generate_state(1, np.uint64)
+    return int(words[0]) >> 1
+
+
+async def _play(
+    engine: Engine,
+    environment: Environment,
+    task: Any,
+    codec: Codec,
+    limits: Limits,
+    sampling: Sampling,
+    episode: _Episode,
+    identity: tuple[int, int, int],
+) -> str:
+    """Fill `episode` turn by turn; returns its end reason."""
+    episode.messages = await ask("reset", limits.step_timeout, reset, environment, task)
+    episode.prompt = _encoded("reset", codec.prompt_ids, episode.messages)
+    if len(episode.prompt) >= limits.max_context:
+        episode.info["error"] = (
+            f"reset: a prompt of {len(episode.prompt)} tokens leaves no room for an answer in {limits.max_context}"
+        )
+        return PROMPT_TOO_LONG
+    for number in range(limits.max_turns):
+        context = episode.context
+        room = limits.max_context - len(context)
+        request = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=turn_seed(*identity, number))
+        action = await engine.generate(context, request)
+        episode.turns.append(Turn(action))
+        text = codec.action_text(action.token_ids, sampling.stop_token_ids)
+        result = await ask("step", limits.step_timeout, step, environment, text)
+        episode.reward += result.reward
+        episode.success = result.success
+        episode.info.update(result.info)
+        episode.shaping.update(result.shaping)
+        episode.malformed |= result.malformed
+        episode.turn_rewards.append(result.reward + result.process_reward)
+        if result.done:
+            return "done"
+        if number + 1 < limits.max_turns:
+            turn = await _observe(codec, episode, text, result, limits)
+            kept = 0 if turn.starts_segment else len(context) + len(action.token_ids)
+            if kept + len(turn.observation_ids) >= limits.max_context:
+                return "token_limit"
+            episode.turns[-1] = turn
+    return "turn_limit"
+
+
+async def _observe(codec: Codec, episode: _Episode, said: str, result: StepResult, limits: Limits) -> Turn:
+    """The last turn with what the policy sees next, which `episode.messages` then show too."""
+    action = episode.turns[-1].action
+    seen = await _shortened(codec, result.observation, limits, episode.counts)
+    ids, new_segment = _encoded("step", codec.next_ids, episode.messages, said, action.token_ids, seen, result.role)
+    episode.messages = [
+        *episode.messages,
+        {"role": "assistant", "content": said},
+        {"role": result.role, "content": seen.text},
+    ]
+    return Turn(action, tuple(ids), new_segment)
+
+
+async def _shortened(codec: Codec, text: str, limits: Limits, counts: Counter[str]) -> Observation:
+    size, keep = limits.max_observation_tokens, limits.keep_observation
+    seen = codec.observation(text, size, keep)
+    if not seen.removed:
+        return seen
+    if limits.summarize is not None:
+        counts["observations_summarized"] += 1
+        summary = await ask("summarize", limits.step_timeout, limits.summarize, text, size)
+        if not isinstance(summary, str):
+            raise EnvironmentFailure(f"summarize: the answer is a {type(summary).__name__}, not a text")
+        seen = codec.observation(f"[summary of {len(text)} characters]\n{summary}", size, keep)
+    counts["observations_truncated"] += bool(seen.removed)
+    counts["observation_characters_cut"] += seen.removed
+    return seen
+
+
+def _encoded(where: str, encode: Callable[..., Any], *arguments: Any) -> Any:
+    """What a chat template refuses, say a role, is the environment's fault."""
+    try:
+        return encode(*arguments)
+    except ValueError as error:  # the codec's own word
+        raise EnvironmentFailure(f"{where}: {error}") from error
+    except Exception as error:  # of a template that meets a message it was not written for
+        raise EnvironmentFailure(f"{where}: {in_words(error)}") from error
+
+
+def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperature: float) -> Trajectory:
+    """Lay the turns out flat: the place where a token's mask, log-prob and version are born."""
+    token_ids, starts = list(episode.prompt), [0]
+    mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [NO_VERSION] * len(token_ids)
+    turns = [-1] * len(token_ids)
+    for number, turn in enumerate(episode.turns):
+        sampled, observed = len(turn.action.token_ids), len(turn.observation_ids)
+        if turn.starts_segment:
+            starts.append(len(token_ids) + sampled)
+        token_ids += [*turn.action.token_ids, *turn.observation_ids]
+        mask += [True] * sampled + [False] * observed
+        logprobs += [*turn.action.logprobs, *[0.0] * observed]
+        versions += [*turn.action.versions, *[NO_VERSION] * observed]
+        turns += [number] * sampled + [-1] * observed
+    info = {name: value for name, value in episode.info.items() if name not in COUNTS} | episode.counts
+    solved = episode.reward > 0 if episode.success is None else episode.success
+    return Trajectory(
+        prompt_index=prompt_index,
+        group=prompt_index,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        action_mask=np.array(mask, dtype=bool),
+        behavior_logprobs=np.array(logprobs, dtype=np.float32),
+        versions=np.array(versions, dtype=np.int32),
+        reward=episode.reward,
+        turns=len(episode.turns),
+        end_reason=end_reason,
+        failed=not solved,
+        info=info,
+        segment_starts=tuple(starts),
+        shaping=dict(episode.shaping),
+        malformed=episode.malformed,
+        turn_rewards=(*episode.turn_rewards, *[0.0] * (len(episode.turns) - len(episode.turn_rewards))),
+        turn_of_token=np.array(turns, dtype=np.int32),
+        temperature=temperature,
+    )

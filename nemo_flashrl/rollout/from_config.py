@@ -1,0 +1,126 @@
+"""What a configuration says of rollouts -> the collector's parts, for a run and for whoever looks before one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemo_flashrl.algorithms.schedules import GroupSize, TemperatureSchedule
+from nemo_flashrl.batching.planner import usable_context
+from nemo_flashrl.config import RunConfig, settings_of
+from nemo_flashrl.engines.base import Engine
+from nemo_flashrl.environments.guard import task_at, tasks_of
+from nemo_flashrl.plugins import load_function
+from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.groups import LongPrompts
+from nemo_flashrl.rollout.held_out import evaluate
+from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
+
+
+def episode_limits(config: RunConfig) -> Limits:
+    """What bounds an episode."""
+    rollout = config.rollout
+    return Limits(
+        max_turns=rollout.max_turns,
+        max_context=usable_context(config.model.context_length, config.batching.context_margin),
+        max_observation_tokens=rollout.max_observation_tokens,
+        step_timeout=rollout.step_timeout,
+        episode_timeout=rollout.episode_timeout,
+        keep_observation=rollout.keep_observation,
+        summarize=load_function(rollout.summarizer) if rollout.summarizer else None,
+        on_long_prompt=long_prompts(config),
+    )
+
+
+def long_prompts(config: RunConfig, tasks: str = "task") -> LongPrompts:
+    """What becomes of prompts that leave no room for an answer."""
+    length, batching = config.model.context_length, config.batching
+    return LongPrompts(config.environment.name, length, batching.context_margin, batching.on_too_long, tasks)
+
+
+def episode_sampling(config: RunConfig, tokenizer: Any) -> Sampling:
+    """How an action is sampled at the start of a run; the end-of-sequence token always ends it."""
+    rollout, schedule = config.rollout, temperature_schedule(config)
+    stops = {tokenizer.convert_tokens_to_ids(token) for token in rollout.stop} | {tokenizer.eos_token_id} - {None}
+    return Sampling(
+        temperature=rollout.temperature if schedule is None else schedule(0),
+        max_tokens=rollout.max_tokens_per_turn,
+        stop_token_ids=tuple(sorted(stops)),
+    )
+
+
+def temperature_schedule(config: RunConfig) -> TemperatureSchedule | None:
+    """Policy version -> temperature; None where it stays."""
+    points = config.rollout.temperature_schedule
+    return TemperatureSchedule(points, config.trainer.steps) if points else None
+
+
+def moving_group_size(config: RunConfig, group_size: int) -> GroupSize | None:
+    """What moves the group size from `group_size`; None where it stays."""
+    moves = config.group_size
+    if not moves.every:
+        return None
+    if group_size == 1:
+        raise ValueError(f"group_size.every={moves.every}: {config.algorithm.name} has no groups; set 0")
+    return GroupSize(group_size, every=moves.every, threshold=moves.threshold, batch_size=config.rollout.batch_size)
+
+
+def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
+    """Epochs over all tasks, or a curriculum."""
+    curriculum, seed = config.curriculum, config.trainer.seed
+    if curriculum.mode == "none":
+        return PromptStream(len(tasks), seed=seed)
+    return Curriculum(
+        classes_of(tasks, curriculum.classes),
+        seed=seed,
+        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.uses),  # batches
+        floor=curriculum.floor,
+        mixture=curriculum.mixture,
+    )
+
+
+def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]]:
+    """Settings and tasks of `config.evaluation`.
+
+    Raises:
+        ValueError: the tasks are those that training draws from, or there are none.
+    """
+    asked = config.evaluation
+    settings = settings_of(environment, {**config.environment.settings, **asked.settings}, "evaluation")
+    if not asked.settings:
+        raise ValueError(
+            "evaluation.settings={}: name the environment's settings that make other tasks than those of training, "
+            "another seed or path say"
+        )
+    try:
+        all_tasks = tasks_of(environment, settings)  # a sequence; slices are not asked of it
+        tasks = [task_at(all_tasks, index) for index in range(min(asked.tasks, len(all_tasks)))]
+    except ValueError as error:
+        raise ValueError(f"evaluation.settings={asked.settings}: {error}") from error
+    return settings, tasks
+
+
+def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:
+    """What plays the tasks of `config.evaluation` with an engine. Raises as `held_out_tasks`."""
+    asked = config.evaluation
+    settings, tasks = held_out_tasks(config, environment)
+    sampling = replace(episode_sampling(config, tokenizer), temperature=asked.temperature)
+    limits = replace(episode_limits(config), on_long_prompt=long_prompts(config, "held-out task"))
+
+    async def play(engine: Engine) -> list[Trajectory]:
+        return await evaluate(
+            engine,
+            lambda: environment(settings),
+            tasks,
+            tokenizer,
+            limits,
+            sampling,
+            max_in_flight=config.rollout.places,
+            samples=asked.samples,
+            seed=config.trainer.seed,
+        )
+
+    return play

@@ -1,0 +1,79 @@
+"""Success of a policy on tasks that training never asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from nemo_flashrl.engines.base import Engine
+from nemo_flashrl.environments.environment import Environment
+from nemo_flashrl.environments.guard import made
+from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode
+
+
+async def evaluate(
+    engine: Engine,
+    make_environment: Callable[[], Environment],
+    tasks: Sequence[Any],
+    tokenizer: Any,
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    max_in_flight: int,
+    samples: int = 1,
+    seed: int = 0,
+) -> list[Trajectory]:
+    """`samples` episodes of each task, at most `max_in_flight` at a time; in the order of `tasks`, a task's together.
+
+    A task whose prompt leaves no room for an answer is one that was not solved.
+    """
+    codec, places = Codec(tokenizer), asyncio.Semaphore(max_in_flight)
+
+    async def play(index: int, task: Any, sample: int) -> Trajectory:
+        async with places:
+            return await run_episode(
+                engine,
+                made(make_environment),
+                task,
+                codec,
+                limits,
+                sampling,
+                task_index=index,
+                prompt_index=index,
+                sample=sample,
+                seed=seed,
+            )
+
+    episodes = [play(index, task, sample) for index, task in enumerate(tasks) for sample in range(samples)]
+    return list(await asyncio.gather(*episodes))
+
+
+def environment_errors(trajectories: Sequence[Trajectory]) -> int:
+    """Number of episodes that a fault of the environment ended."""
+    return sum(t.end_reason == "environment_error" for t in trajectories)
+
+
+def success_rate(trajectories: Sequence[Trajectory]) -> float:
+    """Share of episodes that the environment calls solved."""
+    return sum(not t.failed for t in trajectories) / len(trajectories)
+
+
+def pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
+    """How likely one of k samples of a task solves it, mean over tasks: 1 - C(n - c, k) / C(n, k), c of n solved.
+
+    Unbiased (Chen et al. 2021), where 1 - (1 - c / n)^k is not; with k = 1 it is the mean success of a task.
+
+    Raises:
+        ValueError: a task has fewer than k samples.
+    """
+    counts = Counter(t.prompt_index for t in trajectories)
+    if not 1 <= k <= min(counts.values(), default=0):
+        raise ValueError(f"k={k}: must be from 1 to the {min(counts.values(), default=0)} samples of a task")
+    solved = Counter(t.prompt_index for t in trajectories if not t.failed)
+    missed = [math.comb(n - solved[task], k) / math.comb(n, k) for task, n in counts.items()]
+    return 1 - sum(missed) / len(missed)
