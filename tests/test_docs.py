@@ -27,6 +27,12 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tests_that_pages_name_exist(page: Path) -> None:
+    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"\btest_\w+\.py\b", page.read_text())) <= files
+
+
 @pytest.mark.parametrize("name", ["tuning.md", "moving.md", "concepts.md"])
 def test_settings_that_pages_name_are_settings(name: str) -> None:
     config = RunConfig()

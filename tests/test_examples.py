@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -45,6 +46,33 @@ def test_my_run_is_complete_and_the_one_that_the_page_shows() -> None:
     assert load(str(EXAMPLES / "my_run.yaml"), ["algorithm=grpo", "rollout=vllm"]).algorithm.name == "grpo"
     page = (EXAMPLES.parent / "docs" / "configuration.md").read_text()
     assert textwrap.indent((EXAMPLES / "my_run.yaml").read_text(), "    ") in page
+
+
+def test_the_environment_of_the_readme_plays_an_episode(tmp_path: Path, monkeypatch) -> None:
+    english, chinese = (
+        re.findall(r"^```python\n(.*?)^```$", (EXAMPLES.parent / name).read_text(), re.M | re.S)
+        for name in ("README.md", "README.zh.md")
+    )
+    assert len(english) == 1 and english == chinese
+    (tmp_path / "readme_environment.py").write_text(english[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loaded = environments.load("readme_environment.GuessTheLetter")
+    settings = settings_of(loaded, {"letters": "abcd"}, "environment")
+    tasks = loaded.tasks(settings)
+    assert (len(tasks), tasks[1]) == (4, "b")
+    game = loaded(settings)
+    assert isinstance(game, Environment)
+
+    async def play() -> tuple[list, list]:
+        prompt = await game.reset(tasks[1])
+        answers = [await game.step(text) for text in ("a", "d", " b")]
+        await game.close()
+        return prompt, answers
+
+    prompt, (low, high, solved) = asyncio.run(play())
+    assert prompt == [{"role": "user", "content": "I think of one of abcd. Which is it?"}]
+    assert (low.observation, high.observation) == ("a later one", "an earlier one")
+    assert [(a.reward, a.done) for a in (low, high, solved)] == [(0.0, False), (0.0, False), (1.0, True)]
 
 
 def test_my_environment_stays_short() -> None:
