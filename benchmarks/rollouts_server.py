@@ -32,11 +32,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from nemo_flashrl.engines import Engine, VLLMEngine
 from nemo_flashrl.engines.vllm import VLLMDialect
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
-from nemo_flashrl.rollout import Engine, VLLMEngine
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.prompts import PromptStream

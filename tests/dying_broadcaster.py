@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from nemo_flashrl.rollout import BroadcastEngine
+from nemo_flashrl.engines import BroadcastEngine
 from nemo_flashrl.weight_sync.process_group import WeightGroup
 
 SENT = 3  # tensors that go out before

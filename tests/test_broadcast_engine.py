@@ -18,8 +18,8 @@ from server_processes import StandIn, anew, ended_after
 from stand_in_server import V
 
 from nemo_flashrl import platform
+from nemo_flashrl.engines import BroadcastEngine
 from nemo_flashrl.records import Sampling
-from nemo_flashrl.rollout import BroadcastEngine
 from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights
 from nemo_flashrl.weight_sync.process_group import CONNECT, GO, STOP, WeightGroup
 

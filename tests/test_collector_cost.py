@@ -12,8 +12,8 @@ import aiohttp
 from real_server import VOCAB, RealServer
 from rollouts_server import Load, ways
 
+from nemo_flashrl.engines import VLLMEngine
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
-from nemo_flashrl.rollout import VLLMEngine
 
 MOST = 4.0  # times the bare client's; 1.7 to 2.3 are usual
 

@@ -15,7 +15,7 @@ from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinfor
 from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
 from nemo_flashrl.data.collate import pad_rows
 from nemo_flashrl.data.datamodule import RolloutDataModule, plan_steps
-from nemo_flashrl.data.scatter import stage_share
+from nemo_flashrl.data.rank_step import stage_share
 from nemo_flashrl.records import Batch
 
 

@@ -41,15 +41,6 @@ MAY_IMPORT_TRAINER = {
     *("models", "callbacks", "weights", "convert", HARDWARE),
     *("build.py", "train.py", "data/datamodule.py"),
 }
-    "models",
-    "callbacks",
-    "weights",
-    "convert",
-    HARDWARE,
-    "build.py",
-    "train.py",
-    "data/datamodule.py",
-}
 
 
 def imports(path: Path) -> set[str]:

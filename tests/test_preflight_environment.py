@@ -12,8 +12,8 @@ from doubles import TOKENIZER, ScriptedEnvironment, TornTasks
 
 from nemo_flashrl.config import RunConfig, load
 from nemo_flashrl.config.schema import PluginConfig
+from nemo_flashrl.preflight import environment as preflight_environment
 from nemo_flashrl.preflight.environment import check_environment
-from nemo_flashrl.preflight.prepare import environment as preflight_environment
 
 RELEASE = threading.Event()
 

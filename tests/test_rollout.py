@@ -16,11 +16,11 @@ import pytest
 from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, TornTasks, ids
 from tiny import random_trajectories
 
+from nemo_flashrl.engines import Engine, TransformersEngine
 from nemo_flashrl.environments.environment import Environment, StepResult
 from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings
 from nemo_flashrl.records import Batch, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
-from nemo_flashrl.rollout import Engine, TransformersEngine
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import LongPrompts, PlaceClock, Siblings

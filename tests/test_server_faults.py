@@ -21,10 +21,10 @@ from server_processes import StandIn, anew, ended_after, free_port
 from stand_in_server import START, V
 from test_rollout import DONE, collector, numbers
 
+from nemo_flashrl.engines import Engine, SGLangEngine, VLLMEngine
 from nemo_flashrl.engines.server_pool import NoServer
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.rollout import Engine, SGLangEngine, VLLMEngine
 from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights
 
 LONG = 60.0  # seconds that nothing here comes near: a time-out of this length is a failed test

@@ -8,10 +8,10 @@ import pytest
 from tiny import write_model
 
 from nemo_flashrl import config
+from nemo_flashrl.engines import AdapterEngine, BroadcastEngine, SGLangEngine, TransformersEngine, VLLMEngine
 from nemo_flashrl.engines.factory import make_engine
 from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
-from nemo_flashrl.rollout import AdapterEngine, BroadcastEngine, SGLangEngine, TransformersEngine, VLLMEngine
 
 
 @pytest.fixture(scope="module")

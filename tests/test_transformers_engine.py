@@ -16,10 +16,10 @@ from doubles import STOP, TOKENIZER, ids
 from tiny import write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nemo_flashrl.engines import Engine, TransformersEngine
 from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
-from nemo_flashrl.rollout import Engine, TransformersEngine
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.held_out import evaluate
 

@@ -13,7 +13,7 @@ from doubles import TextEngine, text_tokenizer
 
 from nemo_flashrl import environments
 from nemo_flashrl.config import settings_of
-from nemo_flashrl.environments import score_pool as scoring
+from nemo_flashrl.environments import answers as scoring
 from nemo_flashrl.environments.answers import as_number, boxed_answer, is_equal
 from nemo_flashrl.environments.verifiable_math import Settings, VerifiableMath
 from nemo_flashrl.records import Sampling, Trajectory

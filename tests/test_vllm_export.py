@@ -18,9 +18,9 @@ from tiny import random_trajectories, write_model
 from transformers import AutoModelForCausalLM
 from workers.journeys import Journey
 
+from nemo_flashrl.engines import AdapterEngine
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
-from nemo_flashrl.rollout import AdapterEngine
 from nemo_flashrl.run.jsonl import read_metrics
 
 EXACT = 1e-4  # nats, fp32 on both sides

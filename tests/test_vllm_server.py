@@ -19,8 +19,8 @@ from real_server import CONTEXT, HERE, VOCAB, RealServer
 from server_processes import StandIn, ended_after
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from nemo_flashrl.engines import BroadcastEngine, VLLMEngine
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.rollout import BroadcastEngine, VLLMEngine
 from nemo_flashrl.run.jsonl import read_metrics
 from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights, probe_token_ids
 

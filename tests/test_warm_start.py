@@ -12,10 +12,10 @@ import torch
 from doubles import STOP
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from nemo_flashrl.engines import TransformersEngine
 from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings, digits, make_task
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.rehearsal.warm_start import LOOK_BACK, demonstrate, make_tokenizer, make_warm_start
-from nemo_flashrl.rollout import TransformersEngine
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.held_out import evaluate, success_rate
 

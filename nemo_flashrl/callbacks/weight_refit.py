@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from nemo_flashrl.models.scoring import weight_probe
 from nemo_flashrl.rollout.driver import RolloutDriver
 from nemo_flashrl.weight_sync.probe import ProbedWeights
-from nemo_flashrl.weights.lora import stream_adapter
+from nemo_flashrl.weights.adapters import stream_adapter
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 

@@ -36,8 +36,9 @@ from nemo_flashrl.models.families import for_this_platform, portable_config, rea
 from nemo_flashrl.run.folder import complete_checkpoints
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
 from nemo_flashrl.weight_sync.hf_writer import new_folder, refuse_existing
+from nemo_flashrl.weights.adapters import write_adapter
 from nemo_flashrl.weights.hf_folder import copy_beside_weights, load_hf_folder, run_card, write_hf_folder
-from nemo_flashrl.weights.lora import LoraSettings, add_lora, write_adapter
+from nemo_flashrl.weights.lora import LoraSettings, add_lora
 from nemo_flashrl.weights.shards import stream_hf_tensors
 
 REFERENCE_PREFIX = "reference."  # under which callbacks/ema_reference.py keeps its tensors in a run's checkpoint

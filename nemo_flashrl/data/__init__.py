@@ -4,7 +4,7 @@ datamodule.py         the Lightning side: collect, weigh, plan, hand each rank i
 credit.py             rewards -> what each trajectory, and each turn, is trained on
 code_mask.py          which sampled tokens are code
 collate.py            one microbatch of trajectories -> tensors
-scatter.py            rank 0's microbatches -> the ranks that read them
+rank_step.py          one rank's share of a step, and what a callback may change of it
 context_parallel.py   a rank's share of a row
 """
 

@@ -28,8 +28,7 @@ from nemo_flashrl.batching.planner import LengthBatcher
 from nemo_flashrl.data.collate import pack_rows, pad_rows, truncate
 from nemo_flashrl.data.context_parallel import context_share
 from nemo_flashrl.data.credit import TrajectoryCredit, token_advantages
-from nemo_flashrl.data.rank_step import RankStep
-from nemo_flashrl.data.scatter import scatter, stage_share
+from nemo_flashrl.data.rank_step import RankStep, scatter, stage_share
 from nemo_flashrl.records import Batch, Trajectory
 from nemo_flashrl.rollout.collector import CollectionStopped
 

@@ -99,7 +99,7 @@ def _overrides(rehearsal: Rehearsal) -> list[str]:
 
 def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float) -> float:
     """Success of the policy in `folder`, loaded by transformers, on tasks outside the training set."""
-    from nemo_flashrl.rollout import TransformersEngine
+    from nemo_flashrl.engines import TransformersEngine
     from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling
     from nemo_flashrl.rollout.held_out import evaluate, success_rate
 

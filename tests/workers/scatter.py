@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from nemo_flashrl import platform
-from nemo_flashrl.data.scatter import scatter
+from nemo_flashrl.data.rank_step import scatter
 
 
 def main(out: Path) -> None:
