@@ -52,8 +52,8 @@ def train(config: RunConfig) -> Path:
             trainer.fit(model, datamodule=data)
             if trainer.should_stop:
                 trainer.checkpoint_callback.raise_stop(trainer)
-            export(config, parts, model, output / "checkpoint")
-            export_reference(config, parts, model, trainer)
+            export(config, model, output / "checkpoint")
+            export_reference(config, model, trainer)
         except SystemExit as end:
             if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
                 raise end.__context__ from None
@@ -186,9 +186,11 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
 
     monitors = Monitors(asdict(config.monitors))
     probed, adapter = config.rollout.engine != "transformers", config.rollout.weight_transfer == "adapter"
-    refit = WeightRefitCallback(driver, parts.vocab_size, probed=probed, adapter=adapter)
+    refit = WeightRefitCallback(driver, probed=probed, adapter=adapter)
     logged = config.trainer.log_trajectories
-    metrics = RLMetricsCallback(Path(config.output), data, refit, parts.tokenizer, monitors, log_trajectories=logged)
+    metrics = RLMetricsCallback(
+        Path(config.output), data, refit, parts.tokenizer, monitors=monitors, log_trajectories=logged
+    )
     saving, stop = config.checkpoint, driver.stop_collecting if driver else None
     checkpoint = RunCheckpoint(
         parts.folder, monitors, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop
@@ -276,23 +278,18 @@ def resume(trainer: nl.Trainer, folder: RunFolder) -> None:
         nl.AutoResume(resume_from_path=str(folder.checkpoint)).setup(trainer)
 
 
-def export(config: RunConfig, parts: Parts, model: PolicyModel, target: Path) -> None:
+def export(config: RunConfig, model: PolicyModel, target: Path) -> None:
     """Write the policy as a Hugging Face folder; every rank takes part."""
-    from nemo_flashrl.weights.hf_folder import run_card, write_hf_folder
-    from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
+    from nemo_flashrl.weights.hf_folder import run_card
 
-    stream = stream_hf_tensors(unwrap(model), parts.vocab_size)
-    if int(os.environ.get("RANK", "0")) == 0:
-        write_hf_folder(stream, config.model.path, target, run_card(asdict(config), config.trainer.steps))
-    for _ in stream:
-        pass
+    model.save_hf_folder(target, config.model.path, run_card(asdict(config), config.trainer.steps))
 
 
-def export_reference(config: RunConfig, parts: Parts, model: PolicyModel, trainer: nl.Trainer) -> None:
+def export_reference(config: RunConfig, model: PolicyModel, trainer: nl.Trainer) -> None:
     """Write the reference beside the policy, to be generated from, where it is evaluated."""
     from nemo_flashrl.callbacks import EMAReferenceCallback
 
     for callback in trainer.callbacks:
         if isinstance(callback, EMAReferenceCallback) and callback.evaluate:
             with callback.swapped_in():
-                export(config, parts, model, Path(config.output) / "reference")
+                export(config, model, Path(config.output) / "reference")

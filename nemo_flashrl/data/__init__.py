@@ -16,11 +16,12 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "BatchingSettings": "length_batcher",
     "LengthBatcher": "length_batcher",
     "RolloutDataModule": "datamodule",
 }  # read on first use: a planner needs no NeMo
 
-__all__ = ["LengthBatcher", "RolloutDataModule"]
+__all__ = ["BatchingSettings", "LengthBatcher", "RolloutDataModule"]
 
 
 def __getattr__(name: str) -> Any:
