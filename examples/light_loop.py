@@ -44,7 +44,7 @@ def sample(model: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     vocabulary = model.get_output_embeddings().weight.shape[0]
     tokens = torch.randint(vocabulary, (ANSWERS, PROMPT_TOKENS))
     for _ in range(ANSWER_TOKENS):
-        logits = model(tokens).logits[:, -1]
+        logits = model(tokens, logits_to_keep=1).logits[:, -1]
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], dim=1)
     mask = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
     mask[:, : PROMPT_TOKENS - 1] = False
