@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nemo_flashrl.environments.environment import Message, StepResult
+from nemo_flashrl.environments import Message, StepResult
 
 
 @dataclass(frozen=True)

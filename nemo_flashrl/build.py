@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -144,9 +143,9 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
 
     monitors = Monitors(asdict(config.monitors))
     probed, adapter = config.rollout.engine != "transformers", config.rollout.weight_transfer == "adapter"
-    refit = WeightRefitCallback(driver, parts.vocab_size, probed=probed, adapter=adapter)
+    refit = WeightRefitCallback(driver, probed=probed, adapter=adapter)
     logged = config.trainer.log_trajectories
-    metrics = RLMetricsCallback(Path(config.output), data, refit, parts.tokenizer, monitors, log_trajectories=logged)
+    metrics = RLMetricsCallback(config.output, data, refit, parts.tokenizer, monitors=monitors, log_trajectories=logged)
     saving, stop = config.checkpoint, driver.stop_collecting if driver else None
     checkpoint = RunCheckpoint(
         parts.folder, monitors, every_steps=saving.every_steps, keep=saving.keep, stop_collecting=stop

@@ -17,7 +17,7 @@ from nemo_flashrl import platform
 from nemo_flashrl.build import build_callbacks, build_data, build_driver, build_model, build_trainer
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.preflight.conflicts import report_conflicts
-from nemo_flashrl.preflight.prepare import Parts, prepare
+from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def train(config: RunConfig) -> Path:
             trainer.fit(model, datamodule=data)
             if trainer.should_stop:
                 trainer.checkpoint_callback.raise_stop(trainer)
-            export(config, parts, model, output / "checkpoint")
-            export_reference(config, parts, model, trainer)
+            export(config, model, output / "checkpoint")
+            export_reference(config, model, trainer)
         except SystemExit as end:
             if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
                 raise end.__context__ from None
@@ -70,23 +70,18 @@ def resume(trainer: nl.Trainer, folder: RunFolder) -> None:
         nl.AutoResume(resume_from_path=str(folder.checkpoint)).setup(trainer)
 
 
-def export(config: RunConfig, parts: Parts, model: PolicyModel, target: Path) -> None:
+def export(config: RunConfig, model: PolicyModel, target: Path) -> None:
     """Write the policy as a Hugging Face folder; every rank takes part."""
-    from nemo_flashrl.weights.hf_folder import run_card, write_hf_folder
-    from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
+    from nemo_flashrl.weights.hf_folder import run_card
 
-    stream = stream_hf_tensors(unwrap(model), parts.vocab_size)
-    if int(os.environ.get("RANK", "0")) == 0:
-        write_hf_folder(stream, config.model.path, target, run_card(asdict(config), config.trainer.steps))
-    for _ in stream:
-        pass
+    model.save_hf_folder(target, config.model.path, run_card(asdict(config), config.trainer.steps))
 
 
-def export_reference(config: RunConfig, parts: Parts, model: PolicyModel, trainer: nl.Trainer) -> None:
+def export_reference(config: RunConfig, model: PolicyModel, trainer: nl.Trainer) -> None:
     """Write the reference beside the policy, to be generated from, where it is evaluated."""
     from nemo_flashrl.callbacks import EMAReferenceCallback
 
     for callback in trainer.callbacks:
         if isinstance(callback, EMAReferenceCallback) and callback.evaluate:
             with callback.swapped_in():
-                export(config, parts, model, Path(config.output) / "reference")
+                export(config, model, Path(config.output) / "reference")

@@ -58,6 +58,7 @@ ELSEWHERE = {  # command -> why it is not run here, and the file of the test tha
     r"python main.py stages": ("NeMo Framework Launcher", "tests/test_nemo_launcher.py"),
     r"python -m nemo_flashrl.launch.nemo_launcher": ("a finished job of two groups", "tests/test_nemo_launcher.py"),
     r"OMP_NUM_THREADS=\d python benchmarks/": ("measures for minutes what its page holds", "docs/benchmarks.md"),
+    r"python examples/": ("NeMo's import, and a comparison in float64", "tests/test_examples.py"),
     r"nemo flashrl": ("NeMo-Run's own experiment", "tests/test_recipes.py"),
 }
 

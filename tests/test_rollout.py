@@ -47,6 +47,21 @@ def numbers(batch: Batch) -> list[int]:
     return [t.prompt_index for t in batch.trajectories]
 
 
+def test_prompts_sampling_and_episodes_in_flight_may_be_left_out() -> None:
+    sampling = Sampling(stop_token_ids=(TOKENIZER.eos_token_id,))
+    usual = {"prompts": PromptStream(7, seed=3), "sampling": sampling, "max_in_flight": 4}
+    collectors = [
+        Collector(
+            ScriptedEngine(GET), lambda: ScriptedEnvironment([DONE]), range(7), TOKENIZER, batch_size=4, seed=3, **more
+        )
+        for more in (usual, {})
+    ]
+    said, left_out = ([asyncio.run(source.collect(0)).trajectories, source.state_dict()] for source in collectors)
+    assert collectors[0].sampling == collectors[1].sampling
+    assert [t.token_ids.tolist() for t in said[0]] == [t.token_ids.tolist() for t in left_out[0]]
+    assert said[1] == left_out[1]
+
+
 @pytest.mark.parametrize("in_flight", [4, 2])
 def test_synchronous_mode_leaves_nothing_behind(in_flight: int) -> None:
     """Nothing runs between two batches, so every token of a batch is of the version that it was asked of."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from nemo_flashrl.algorithms.advantages import group_advantages
-from nemo_flashrl.algorithms.flash_reinforce import flash_reinforce_loss
-from nemo_flashrl.algorithms.grpo import grpo_loss
+from nemo_flashrl.algorithms.algorithm import Algorithm
+from nemo_flashrl.algorithms.flash_reinforce import FlashReinforceSettings, flash_reinforce_loss
+from nemo_flashrl.algorithms.grpo import GrpoSettings, grpo_loss
 from nemo_flashrl.plugins import load_class
 
-__all__ = ["flash_reinforce_loss", "group_advantages", "grpo_loss", "load"]
+__all__ = [
+    "Algorithm",
+    "FlashReinforceSettings",
+    "GrpoSettings",
+    "flash_reinforce_loss",
+    "group_advantages",
+    "grpo_loss",
+    "load",
+]
 
 
 def load(name: str) -> type:

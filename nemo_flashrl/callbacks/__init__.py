@@ -16,6 +16,9 @@ _HOMES = {
     "WeightRefitCallback": "weight_refit",
 }
 
+# The others are made by `train` from a configuration.
+__all__ = ["EMAReferenceCallback", "RLMetricsCallback", "WeightRefitCallback"]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:

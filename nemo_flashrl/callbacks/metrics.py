@@ -32,29 +32,30 @@ class RLMetricsCallback(pl.Callback):
     """Writes what a run shows, on global rank 0; the other ranks hand over what only they know.
 
     Args:
-        output: the run's folder; gets `metrics.jsonl`, `trajectories.jsonl` and `samples.jsonl`.
+        output: the run's folder, made where it is missing; gets `metrics.jsonl`, `trajectories.jsonl` and
+            `samples.jsonl`.
         data: where the step's trajectories and the collector's numbers are.
         refit: whose time and driver's faults are reported beside the step's.
         tokenizer: turns samples into text.
-        monitors: what watches these numbers.
+        monitors: what watches these numbers; None: nothing.
         log_trajectories: full trajectories written as text each step.
     """
 
     def __init__(
         self,
-        output: Path,
+        output: str | Path,
         data: RolloutDataModule,
         refit: WeightRefitCallback,
         tokenizer: Any,
-        monitors: Monitors,
         *,
+        monitors: Monitors | None = None,
         log_trajectories: int = 4,
     ) -> None:
-        self.output = output
+        self.output = Path(output)
         self.data = data
         self.refit = refit
         self.tokenizer = tokenizer
-        self.monitors = monitors
+        self.monitors = Monitors({}) if monitors is None else monitors
         self.log_trajectories = log_trajectories
         self.constants: dict[str, float] = {}  # what holds for the whole run
         self._sums: dict[str, float] | None = None
@@ -65,6 +66,7 @@ class RLMetricsCallback(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The writing rank alone has a terminal."""
         if trainer.is_global_zero:
+            self.output.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(trainer.max_steps)
             self.constants.update(in_force(pl_module))
             history = self.output / "metrics.jsonl"

@@ -19,16 +19,12 @@ class WeightRefitCallback(pl.Callback):
 
     Args:
         driver: the collecting rank's; None on every other rank, which takes part in the gathers alone.
-        vocab_size: rows of the embedding without padding.
         probed: a probe of the weights goes with them, for engines that verify what their servers have loaded.
         adapter: the LoRA adapter alone travels; the engine holds the base.
     """
 
-    def __init__(
-        self, driver: RolloutDriver | None, vocab_size: int, *, probed: bool = False, adapter: bool = False
-    ) -> None:
+    def __init__(self, driver: RolloutDriver | None, *, probed: bool = False, adapter: bool = False) -> None:
         self.driver = driver
-        self.vocab_size = vocab_size
         self.probed = probed
         self.adapter = adapter
         self.seconds = 0.0
@@ -46,9 +42,9 @@ class WeightRefitCallback(pl.Callback):
     def hand_over(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The module's weights of this moment, to the sampler. A collective over all ranks."""
         started = time.perf_counter()
-        probe = weight_probe(trainer.strategy.megatron_parallel, self.vocab_size) if self.probed else None
-        model = unwrap(pl_module)
-        stream = stream_adapter(model, scaled=True) if self.adapter else stream_hf_tensors(model, self.vocab_size)
+        model, vocab_size = unwrap(pl_module), pl_module.head.vocab_size
+        probe = weight_probe(trainer.strategy.megatron_parallel, vocab_size) if self.probed else None
+        stream = stream_adapter(model, scaled=True) if self.adapter else stream_hf_tensors(model, vocab_size)
         try:
             if self.driver is not None:
                 weights = stream if probe is None else ProbedWeights(stream, probe)

@@ -14,11 +14,12 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "BatchingSettings": "nemo_flashrl.batching.planner",
     "LengthBatcher": "nemo_flashrl.batching.planner",
     "RolloutDataModule": "nemo_flashrl.data.datamodule",
 }  # read on first use: a planner needs no NeMo
 
-__all__ = ["LengthBatcher", "RolloutDataModule"]
+__all__ = ["BatchingSettings", "LengthBatcher", "RolloutDataModule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,9 +8,12 @@ from typing import Any
 _HOMES = {
     "FlashReinforceModel": "policy_model",
     "GRPOModel": "policy_model",
-    "PolicyModel": "policy_model",
     "HeadSettings": "policy_head",
+    "PolicyModel": "policy_model",
+    "nemo_config": "families",
 }
+
+__all__ = ["FlashReinforceModel", "GRPOModel", "HeadSettings", "PolicyModel", "nemo_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ Legend: R = rows of a microbatch, S = row length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ from nemo_flashrl import platform
 from nemo_flashrl.algorithms.algorithm import Algorithm, ContextShare, TokenBatch
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
+from nemo_flashrl.models.families import read_hf_config
 from nemo_flashrl.models.policy_head import HeadSettings, PolicyHead, PolicyRequest, find_head, flat, temperatures_of
-from nemo_flashrl.weights.hf_folder import load_hf_folder
+from nemo_flashrl.weights.hf_folder import load_hf_folder, write_hf_folder
 from nemo_flashrl.weights.lora import LoraSettings, add_lora
+from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 Stats = dict[str, Tensor]
 STATS = "stats"  # the entry of a microbatch under which `forward_step` leaves what the head measured of it
@@ -32,19 +34,24 @@ class PolicyModel(llm.GPTModel):
     """A NeMo language model trained by a policy-gradient algorithm.
 
     Args:
-        config: any NeMo GPTConfig (Llama, Qwen2, Qwen3, Mixtral, ...).
+        config: any NeMo GPTConfig (Llama, Qwen2, Qwen3, Mixtral, ...); `nemo_config` makes that of a checkpoint.
         algorithm: the loss; see `nemo_flashrl.algorithms.algorithm`.
-        head: the tokenizer's vocabulary size, the sampler's temperature, and how the policy head computes.
+        head: the tokenizer's vocabulary size, the sampler's temperature, and how the policy head computes; None takes
+            the vocabulary size from `hf_folder` and the defaults for the rest.
         hf_folder: Hugging Face checkpoint whose weights the shards are filled with; None leaves them as initialised.
         lora: train adapters beside a frozen model; None trains the model.
         seed: of initialisation and dropout.
+        optim: a `nl.MegatronOptimizerModule`.
+
+    Raises:
+        ValueError: `head` and `hf_folder` are both None, or the folder's family is not supported.
     """
 
     def __init__(
         self,
         config: llm.GPTConfig,
         algorithm: Algorithm,
-        head: HeadSettings,
+        head: HeadSettings | None = None,
         *,
         hf_folder: str | Path | None = None,
         lora: LoraSettings | None = None,
@@ -53,6 +60,10 @@ class PolicyModel(llm.GPTModel):
         tokenizer: Any = None,
     ) -> None:
         super().__init__(config, optim=optim, tokenizer=tokenizer)
+        if head is None:
+            if hf_folder is None:
+                raise ValueError("head=None: give HeadSettings(vocab_size=...), or hf_folder, whose config.json has it")
+            head = HeadSettings(read_hf_config(hf_folder)["vocab_size"])
         self.algorithm = algorithm
         self.seed = seed
         self.hf_folder = hf_folder
@@ -107,6 +118,28 @@ class PolicyModel(llm.GPTModel):
         if strategy.ddp_config.overlap_param_gather:
             strategy.megatron_parallel.force_param_sync()
 
+    def save_hf_folder(
+        self, target: str | Path, source: str | Path | None = None, card: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the policy as a Hugging Face folder, once `fit` has built it. A collective over all ranks.
+
+        Args:
+            target: the new folder; it appears whole or not at all.
+            source: where configuration and tokenizer are copied from; None: `hf_folder`.
+            card: what README.md says of the model in place of the source's.
+
+        Raises:
+            ValueError: there is no source, the target exists or cannot be written, or a weight is NaN or inf.
+        """
+        source = self.hf_folder if source is None else source
+        if source is None:
+            raise ValueError("source=None: the model has no hf_folder; name one whose configuration and tokenizer fit")
+        stream = stream_hf_tensors(unwrap(self), self.head.vocab_size)
+        if self.trainer.is_global_zero:
+            write_hf_folder(stream, source, target, card)
+        for _ in stream:  # every rank walks to the end
+            pass
+
     @property
     def training_loss_reduction(self) -> PolicyLossReduction:
         """NeMo asks for it at every microbatch."""
@@ -130,12 +163,12 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams | None:
 
 
 class FlashReinforceModel(PolicyModel):
-    """A NeMo model trained by FlashREINFORCE (NVIDIA, September 2026)."""
+    """A NeMo model trained by FlashREINFORCE (NVIDIA, September 2026); `options` are those of `PolicyModel`."""
 
     def __init__(
         self,
         config: llm.GPTConfig,
-        head: HeadSettings,
+        head: HeadSettings | None = None,
         settings: FlashReinforceSettings = FlashReinforceSettings(),
         **options: Any,
     ) -> None:
@@ -143,10 +176,14 @@ class FlashReinforceModel(PolicyModel):
 
 
 class GRPOModel(PolicyModel):
-    """A NeMo model trained by GRPO (Shao et al. 2024)."""
+    """A NeMo model trained by GRPO (Shao et al. 2024); `options` are those of `PolicyModel`."""
 
     def __init__(
-        self, config: llm.GPTConfig, head: HeadSettings, settings: GrpoSettings = GrpoSettings(), **options: Any
+        self,
+        config: llm.GPTConfig,
+        head: HeadSettings | None = None,
+        settings: GrpoSettings = GrpoSettings(),
+        **options: Any,
     ) -> None:
         super().__init__(config, Grpo(settings), head, **options)
 

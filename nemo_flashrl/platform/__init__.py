@@ -20,6 +20,8 @@ import torch
 from nemo_flashrl.platform import megatron_016
 from nemo_flashrl.platform.cpu_patches import Patch, torch_patches, upstream_patches
 
+__all__ = ["accelerator", "install", "make_strategy"]
+
 SUPPORTED_MEGATRON = ("0.15", "0.16")
 
 _installed: list[Patch] = []  # what is in force; empty on a GPU

@@ -31,7 +31,7 @@ from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.episode import Limits, run_episode
 from nemo_flashrl.rollout.groups import Failing, FirstErrors, PlaceClock, Siblings, none_usable, reason_to_drop
 from nemo_flashrl.rollout.metrics import rollout_metrics
-from nemo_flashrl.rollout.prompts import PromptSource
+from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 
@@ -53,13 +53,13 @@ class Collector:
         make_environment: Callable[[], Environment],
         tasks: Sequence[Any],
         tokenizer: Any,
-        prompts: PromptSource,
-        limits: Limits,
-        sampling: Sampling,
+        prompts: PromptSource | None = None,
+        limits: Limits = Limits(),
+        sampling: Sampling | None = None,
         *,
         batch_size: int,
         group_size: int = 1,
-        max_in_flight: int,
+        max_in_flight: int | None = None,
         streaming: bool = False,
         max_staleness: int | None = None,
         tied_group_replacements: int = 0,
@@ -69,18 +69,24 @@ class Collector:
     ) -> None:
         """`temperature` (of the policy version) goes before that of `sampling`; `group_sizes` moves `group_size`.
 
+        Left out, `prompts` are epochs over `tasks` in an order fixed by `seed`, `sampling` ends an action at the
+        end-of-sequence token alone, and `max_in_flight` is `batch_size`.
+
         Raises:
             ValueError: `batch_size` is no multiple of `group_size`, or a size below 1 (`max_staleness`: 0).
         """
+        max_in_flight = batch_size if max_in_flight is None else max_in_flight
         if min(batch_size, group_size, max_in_flight) < 1:
             raise ValueError(f"{batch_size=}, {group_size=} and {max_in_flight=} must be at least 1")
         if batch_size % group_size:
             raise ValueError(f"{batch_size=} counts trajectories and must be a multiple of {group_size=}")
         if max_staleness is not None and max_staleness < 0:
             raise ValueError(f"{max_staleness=} must be at least 0, or None for no bound")
-        self.sampling = sampling
+        ends = {tokenizer.eos_token_id} - {None}
+        self.sampling = Sampling(stop_token_ids=tuple(ends)) if sampling is None else sampling
         self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
-        self._codec, self._prompts, self._limits = Codec(tokenizer), prompts, limits
+        self._codec, self._limits = Codec(tokenizer), limits
+        self._prompts = PromptStream(len(tasks), seed=seed) if prompts is None else prompts
         self._temperature, self._group_sizes = temperature, group_sizes
         self._batch_size, self._group_size = batch_size, group_size
         self._max_in_flight, self._streaming = max_in_flight, streaming

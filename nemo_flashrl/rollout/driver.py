@@ -70,6 +70,10 @@ class RolloutDriver:
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RolloutDriver:
+        """Itself: it owns a thread. NeMo's trainer copies its callbacks to keep a record of its arguments."""
+        return self
+
     def collect(self, policy_version: int) -> Batch:
         """The next batch for a trainer that is at `policy_version`.
 
