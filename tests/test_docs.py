@@ -27,7 +27,7 @@ def test_links_lead_to_files(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("name", ["tuning.md", "moving.md", "concepts.md"])
+@pytest.mark.parametrize("name", ["tuning.md", "migrating.md", "concepts.md"])
 def test_settings_that_pages_name_are_settings(name: str) -> None:
     config = RunConfig()
     named = set(re.findall(r"`(?:[\w.]+=)?([a-z]+\.[a-z_]+)(?:=[\w.]+)?`", (ROOT / "docs" / name).read_text()))
