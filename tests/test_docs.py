@@ -14,26 +14,43 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
 
 
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def test_generated_pages_are_up_to_date() -> None:
     generate = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     for name, make in generate["PAGES"].items():
         assert (ROOT / "docs" / name).read_text() == make(), f"{name} is out of date: run python docs/generate.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not heading or heading in headings(file), f"{target}#{heading}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def headings(page: Path) -> set[str]:
+    """Of a page, as the part of a link after #: "What is saved" is what-is-saved."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_index_lists_every_page_once() -> None:
+    listed = re.findall(r"^\| \[[^]]+\]\(([^)#]+)\) \|", (ROOT / "docs" / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_tests_that_pages_name_exist(page: Path) -> None:
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert set(re.findall(r"\btest_\w+\.py\b", page.read_text())) <= files
 
 
-@pytest.mark.parametrize("name", ["tuning.md", "moving.md", "concepts.md"])
+@pytest.mark.parametrize("name", ["tuning.md", "migrating.md", "concepts.md"])
 def test_settings_that_pages_name_are_settings(name: str) -> None:
     config = RunConfig()
     named = set(re.findall(r"`(?:[\w.]+=)?([a-z]+\.[a-z_]+)(?:=[\w.]+)?`", (ROOT / "docs" / name).read_text()))

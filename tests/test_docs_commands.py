@@ -77,7 +77,7 @@ def entry(command: str, table: dict) -> tuple | None:
     return next((value for pattern, value in table.items() if re.match(pattern, command)), None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_command_has_its_place(page: Path) -> None:
     for command in commands(page):
         places = [name for name, table in (("RUN", RUN), ("ELSEWHERE", ELSEWHERE)) if entry(command, table)]
