@@ -90,10 +90,9 @@ def check_groups(config: RunConfig, group_size: int) -> None:
             f"value_head.learning_rate={rate:g}: a prediction from the prompt is the same for all of a group of {name} "
             "and changes nothing; set 0"
         )
-    if config.rollout.tied_group_replacements and group_size == 1:
-        raise ValueError(
-            f"rollout.tied_group_replacements={config.rollout.tied_group_replacements}: {name} has no groups; set 0"
-        )
+    most = config.rollout.dynamic_sampling_max_groups
+    if most and group_size == 1:
+        raise ValueError(f"rollout.dynamic_sampling_max_groups={most}: {name} has no groups; set 0")
 
 
 def with_reference(config: RunConfig, algorithm: Algorithm) -> Algorithm:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_flashrl.config import RunConfig, load, save
+from nemo_flashrl.config import RunConfig, load_saved, save
 from nemo_flashrl.diagnostics.json_lines import read_json_lines
 from nemo_flashrl.run_lock import LOCK, locked
 
@@ -236,7 +236,7 @@ def _check_same(config: RunConfig, own: Mapping[str, Any], path: Path) -> None:
             )
     if config.checkpoint.resume:
         return
-    before, now = _flat(dataclasses.asdict(load(str(path / "config.yaml")))), _flat(dataclasses.asdict(config))
+    before, now = _flat(dataclasses.asdict(load_saved(path / "config.yaml"))), _flat(dataclasses.asdict(config))
     for name in sorted(before.keys() | now.keys()):
         free = any(name == part or name.startswith(f"{part}.") for part in FREE)
         if not free and before.get(name) != now.get(name):

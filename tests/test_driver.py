@@ -31,12 +31,13 @@ def start() -> Iterator[Callable[..., RolloutDriver]]:
     drivers = []
 
     def start(
-        engine: Any = None, make_environment: Any = None, *, lag: int = 0, uses: int = 1, **settings: Any
+        engine: Any = None, make_environment: Any = None, *, lag: int = 0, updates_per_batch: int = 1, **settings: Any
     ) -> RolloutDriver:
         engine = engine or ScriptedEngine(GET)
         make_environment = make_environment or (lambda: ScriptedEnvironment([DONE]))
         settings = {"batch_size": 4, "max_in_flight": 4, **settings}
-        drivers.append(RolloutDriver(engine, collector(engine, make_environment, **settings), lag=lag, uses=uses))
+        driven = collector(engine, make_environment, **settings)
+        drivers.append(RolloutDriver(engine, driven, lag=lag, updates_per_batch=updates_per_batch))
         return drivers[-1]
 
     yield start
@@ -54,7 +55,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 def test_a_batch_is_used_as_often_as_asked(start) -> None:
     """Three steps on each batch: ages 0, 1, 2; its prompts are done with the last. Drops and ends are counted once."""
-    driver, seen = start(uses=3), []
+    driver, seen = start(updates_per_batch=3), []
     for version in range(5):
         driver.load_weights([], version)
         batch = driver.collect(version)

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, quoted, set_field
+from nemo_flashrl.config.renamed import refuse_renamed, with_new_names
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
 
@@ -51,6 +52,7 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
             raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])
         for text in fields:
             set_field(raw, text)
+        refuse_renamed(raw, path)
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), raw)
         for key in unneeded:
             if OmegaConf.select(merged, key) is None:  # missing
@@ -67,9 +69,22 @@ def save(config: RunConfig, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
+def load_saved(path: Path) -> RunConfig:
+    """What `save` wrote, renamed keys under their new names, new fields at their defaults.
+
+    Raises:
+        ValueError: one line with field, value and remedy.
+    """
+    try:
+        saved = with_new_names(OmegaConf.load(path))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), saved))
+    except OmegaConfBaseException as error:
+        raise ValueError(_one_line(error, path)) from error
+
+
 def read_plain(path: Path) -> dict[str, Any]:
-    """The keys of a configuration that `save` wrote, unchecked: an older version may have named them otherwise."""
-    return OmegaConf.to_container(OmegaConf.load(path))
+    """What `save` wrote, unchecked, renamed keys under their new names."""
+    return OmegaConf.to_container(with_new_names(OmegaConf.load(path)))
 
 
 def _one_line(error: Exception, path: Path) -> str:

@@ -81,7 +81,7 @@ class OptimizerConfig:
     beta1: float = within(0.9, 0, 1 - 1e-6)
     beta2: float = within(0.95, 0, 1 - 1e-6)
     weight_decay: float = within(0.0, 0)
-    clip_gradient: float = within(1.0, ABOVE_ZERO)
+    max_grad_norm: float = within(1.0, ABOVE_ZERO)
 
 
 @dataclass
@@ -106,8 +106,10 @@ class RolloutConfig:
     max_in_flight: int = within(0, 0)  # episodes running at a time; 0 means batch_size
     lag: int = within(0, 0)  # sync: batches collected ahead of the one in training; 0 is on-policy
     max_staleness: int | None = within(None, 0)  # policy versions between sampling and training; older is dropped
-    uses: int = within(1, 1)  # optimizer steps on each batch; in all but the first it is re-weighted by the ratio
-    tied_group_replacements: int = within(0, 0)  # groups of equal rewards that a batch may replace by other prompts
+    updates_per_batch: int = within(
+        1, 1
+    )  # optimizer steps on each batch; in all but the first it is re-weighted by the ratio
+    dynamic_sampling_max_groups: int = within(0, 0)  # groups of equal rewards that a batch may replace by other prompts
     temperature: float = within(1.0, ABOVE_ZERO, 100)
     temperature_schedule: list[Any] = field(default_factory=list)  # in its place: [share of the steps, from there on]
     max_turns: int = within(8, 1)

@@ -140,14 +140,14 @@ LEARNING_RULES = (
         "The loss or the gradient is not a number",
         _not_finite,
         ("learning rate too high", "a half-precision overflow in the trunk", "a reward or log-prob that is not finite"),
-        "optimizer.learning_rate down to 1e-6; optimizer.clip_gradient=1.0; model.precision=bf16 or fp32",
+        "optimizer.learning_rate down to 1e-6; optimizer.max_grad_norm=1.0; model.precision=bf16 or fp32",
     ),
     Rule(
         "exploding_gradient",
         "The gradient explodes",
         _exploding,
         ("learning rate too high", "ratios far from 1 because rollouts are stale", "a reward whose scale changed"),
-        "optimizer.learning_rate lower, optimizer.clip_gradient=1.0, rollout.max_staleness lower",
+        "optimizer.learning_rate lower, optimizer.max_grad_norm=1.0, rollout.max_staleness lower",
     ),
     Rule(
         "kl_runs_away",

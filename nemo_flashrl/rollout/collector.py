@@ -63,7 +63,7 @@ class Collector:
         max_in_flight: int,
         streaming: bool = False,
         max_staleness: int | None = None,
-        tied_group_replacements: int = 0,
+        dynamic_sampling_max_groups: int = 0,
         seed: int = 0,
         temperature: Callable[[int], float] | None = None,
         group_sizes: GroupSize | None = None,
@@ -86,7 +86,7 @@ class Collector:
         self._batch_size, self._group_size = batch_size, group_size
         self._max_in_flight, self._streaming = max_in_flight, streaming
         self._max_staleness, self._seed = max_staleness, seed
-        self._replacements = tied_group_replacements
+        self._replacements = dynamic_sampling_max_groups
         self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
         self._running: set[asyncio.Task] = set()
         self._siblings = Siblings()  # ended, of groups that are not complete
@@ -105,7 +105,7 @@ class Collector:
 
         A group with a trajectory older than `policy_version - max_staleness`, without an action token, or with a prompt
         that leaves no room for one, is dropped and counted; its prompt is spent. So are the first
-        `tied_group_replacements` groups whose rewards are all equal: others are played in their place (DAPO's dynamic
+        `dynamic_sampling_max_groups` groups whose rewards are all equal: others are played instead (DAPO's dynamic
         sampling, Yu et al. 2025, with a bound).
 
         Raises:

@@ -45,14 +45,15 @@ class RolloutDriver:
         collector: makes batches with it.
         lag: batches collected ahead of the one in training, with the weights of that moment; for a collector that does
             not stream. 0 trains on what was just sampled.
-        uses: optimizer steps on each batch. From the second on it is older than the policy, as its staleness says.
+        updates_per_batch: optimizer steps on each batch. From the second on it is older than the policy, as its
+            staleness says.
     """
 
-    def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0, uses: int = 1) -> None:
+    def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0, updates_per_batch: int = 1) -> None:
         self.engine = engine
         self.collector = collector
-        self._lag, self._uses = lag, uses
-        self._used = 0  # optimizer steps done on the batch in training
+        self._lag, self._updates_per_batch = lag, updates_per_batch
+        self._updates_done = 0  # optimizer steps done on the batch in training
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
         self._told: Counter[str] = Counter()  # faults of the engine that `faults` has handed out
@@ -73,7 +74,7 @@ class RolloutDriver:
             ValueError: every episode of the batch ended in an error of the environment: it is broken, not unlucky.
             Whatever an engine, an episode or the collector raised since the last call.
         """
-        if self._in_training is not None and self._used:
+        if self._in_training is not None and self._updates_done:
             return self._handed_over(self._in_training, policy_version, again=True)
         while len(self._ahead) <= self._lag:
             batch = self._collected(self._begin(self.collector.collect(policy_version)))
@@ -83,7 +84,7 @@ class RolloutDriver:
                     f"environment: all {len(batch.trajectories)} episodes of a batch failed; the first: {error}"
                 )
             self._ahead.append(batch)
-        self._used = 0
+        self._updates_done = 0
         return self._handed_over(self._ahead.popleft(), policy_version)
 
     def _collected(self, collecting: Future[Batch]) -> Batch:
@@ -131,8 +132,8 @@ class RolloutDriver:
     def trained(self) -> None:
         """The step on the batch that `collect` returned last is done; with its last use, its prompts are too."""
         assert self._in_training is not None, "no batch is in training"
-        self._used += 1
-        if self._used < self._uses:
+        self._updates_done += 1
+        if self._updates_done < self._updates_per_batch:
             return
         self._state = self._call(_soon(self._finish, self._in_training))
         self._in_training = None
@@ -145,7 +146,7 @@ class RolloutDriver:
         """What a resumed run needs, plain numbers, strings and lists; may be taken at any time.
 
         It belongs to the weights of the last step that was reported by `trained`. Prompts of episodes in flight, of
-        batches collected ahead and of a batch with uses left are `unfinished`: they are sampled anew after a resume.
+        batches collected ahead and of a batch with updates left are `unfinished`: they are sampled anew after a resume.
         """
         return self._state if self._held else self._call(_soon(self.collector.state_dict))
 

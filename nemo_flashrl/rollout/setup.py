@@ -77,7 +77,7 @@ def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
     return Curriculum(
         classes_of(tasks, curriculum.classes),
         seed=seed,
-        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.uses),  # batches
+        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.updates_per_batch),  # batches
         floor=curriculum.floor,
         mixture=curriculum.mixture,
     )
