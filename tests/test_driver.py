@@ -111,7 +111,7 @@ def test_rollouts_go_on_while_the_trainer_trains_and_wait_for_it_at_last(start) 
     following = driver.collect(1)
     assert set(numbers(following)) <= set(unfinished)
     assert following.metrics["queue_depth"] == state["position"] - 8 - following.metrics["episodes_in_flight"]
-    assert following.metrics["rollouts_wait_seconds"] >= 0.05
+    assert following.metrics["rollout_idle_seconds_during_training"] >= 0.05
     assert following.metrics["staleness_1"] == 1.0
     assert following.metrics["total_trajectories_trained"] == 4
     resumed = start(max_in_flight=6, streaming=True)
@@ -134,16 +134,16 @@ def test_faults_of_a_step(start) -> None:
     """What a caller gets is new since its last call, through an engine around the engine too."""
     inner = ScriptedEngine(GET)
     driver = start(DrainingEngine(inner))
-    assert driver.faults() == {"servers_fallen": 0, "rollout_faults": 0}
-    inner.faults.update({"servers_fallen": 1, "dead": 3, "sync_probe": 2})
+    assert driver.faults() == {"servers_lost": 0, "rollout_faults": 0}
+    inner.faults.update({"servers_lost": 1, "dead": 3, "sync_probe": 2})
     assert driver.faults() == {
-        "servers_fallen": 1,
+        "servers_lost": 1,
         "rollout_faults": 5,
         "rollout_faults_dead": 3,
         "rollout_faults_sync_probe": 2,
     }
     inner.faults["dead"] += 4
-    assert driver.faults() == {"servers_fallen": 0, "rollout_faults": 4, "rollout_faults_dead": 4}
+    assert driver.faults() == {"servers_lost": 0, "rollout_faults": 4, "rollout_faults_dead": 4}
 
 
 class SlowEngine(ScriptedEngine):

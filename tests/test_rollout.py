@@ -25,7 +25,7 @@ from nemo_flashrl.rollout.agent import Limits
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.dropping import LongPrompts
 from nemo_flashrl.rollout.prompts import PromptStream
-from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
+from nemo_flashrl.rollout.waiting import Siblings, SlotClock
 
 GET = ids("get ( k 2 9 )")
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(STOP,))
@@ -300,16 +300,16 @@ def test_metrics_by_hand() -> None:
     assert metrics["rollout_tokens_per_second"] == pytest.approx(rate)
 
 
-def test_places_by_hand() -> None:
-    """Four places: a batch is asked for, all are filled for 10 s, one for 2 s more; then 6 s of training, all empty."""
-    clock = PlaceClock(4, now=100.0)
+def test_idle_slots_by_hand() -> None:
+    """Four slots: a batch is asked for, all are busy for 10 s, one for 2 s more; then 6 s of training, all idle."""
+    clock = SlotClock(4, now=100.0)
     for now, running, asked in [(100, 4, True), (110, 1, True), (112, 0, False), (118, 4, True)]:
         clock.update(now, running=running, asked=asked)
     numbers = clock.take()
     assert numbers == {
         "rollout_seconds": 12,
-        "rollouts_wait_seconds": 4 * 6 / 4,
-        "rollout_empty_seconds": (3 * 2 + 4 * 6) / 4,
+        "rollout_idle_seconds_during_training": 4 * 6 / 4,
+        "rollout_idle_seconds": (3 * 2 + 4 * 6) / 4,
         "between_batches_seconds": 18,
     }
     assert set(clock.take().values()) == {0}

@@ -96,7 +96,7 @@ def test_stopped_and_resumed_is_as_straight(model: Path, tmp_path: Path, process
         assert (tensor - resumed[name]).abs().max() <= tolerance, name
     lines, again = metrics(tmp_path / "whole"), metrics(tmp_path / "halves")
     assert [line["step"] for line in again] == list(range(1, 11))
-    assert sum(line["gradient_norm"] > 0 for line in lines) > 5
+    assert sum(line["grad_norm"] > 0 for line in lines) > 5
     for name, value in lines[9].items():
         if isinstance(value, int | float):
             assert again[9][name] == pytest.approx(value, rel=tolerance, abs=tolerance), name

@@ -19,7 +19,7 @@ from nemo_flashrl.diagnostics.metrics import group_metrics, policy_metrics, traj
 from nemo_flashrl.diagnostics.monitors import Monitors
 from nemo_flashrl.diagnostics.progress import Progress
 from nemo_flashrl.diagnostics.trajectory_log import readable, trajectory_row
-from nemo_flashrl.models.in_force import in_force
+from nemo_flashrl.models.in_force import active_features
 
 
 class RLMetricsCallback(pl.Callback):
@@ -60,7 +60,7 @@ class RLMetricsCallback(pl.Callback):
         """The writing rank alone has a terminal."""
         if trainer.is_global_zero:
             self._progress = Progress(trainer.max_steps)
-            self.constants.update(in_force(pl_module))
+            self.constants.update(active_features(pl_module))
             history = self.output / "metrics.jsonl"
             self.monitors.replay(read_metrics(history) if history.exists() else [])
 
@@ -91,7 +91,7 @@ class RLMetricsCallback(pl.Callback):
             **trajectory_metrics(step.batch.trajectories, number - 1),
             **group_metrics(step.batch.trajectories, step.advantages),
             **policy_metrics(sums),
-            "gradient_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
+            "grad_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self.refit.driver.faults(),
             **self._times(step),
@@ -99,7 +99,7 @@ class RLMetricsCallback(pl.Callback):
         }
         # Whom a gate rejects is known on the ranks that hold it: taken off in proportion.
         trained = record["effective_samples"] * record.get("gate_acceptance", 1.0)
-        record["selected_share"] = trained / len(step.batch.trajectories)
+        record["effective_fraction"] = trained / len(step.batch.trajectories)
         record |= self.monitors.see(record)
         self._write(record, step, trainer)
         self._progress.step_done(record)

@@ -10,6 +10,7 @@ RENAMED = {  # since 0.1.0
     "rollout.uses": "rollout.updates_per_batch",
     "rollout.tied_group_replacements": "rollout.dynamic_sampling_max_groups",
     "optimizer.clip_gradient": "optimizer.max_grad_norm",
+    "monitors.selected": "monitors.effective_fraction",
 }
 
 

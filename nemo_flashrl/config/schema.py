@@ -246,7 +246,7 @@ class MonitorsConfig:
     advantage_jump: float | None = within(None, 1)  # most, as a multiple of the spread of advantages before
     unique_samples: float | None = within(None, 0, 1)  # least unique_sample_share
     distinct_answers: float | None = within(None, 1)  # least group_distinct_answers
-    selected: float | None = within(None, 0, 1)  # least selected_share
+    effective_fraction: float | None = within(None, 0, 1)  # least effective_fraction
     entropy: float | None = within(None, 0)  # least sampled_entropy, nats
     length_trend: float | None = within(None, ABOVE_ZERO)  # most, as a multiple of the first steps' response_tokens
     repeated_tokens: float | None = within(None, 0, 1)  # most repeated_token_share

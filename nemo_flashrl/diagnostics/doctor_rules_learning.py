@@ -20,7 +20,7 @@ SOLVED = 0.9  # success from which ties and low entropy are what a solved task l
 
 
 def _not_finite(run: RunRecord) -> str:
-    for name in ("loss", "gradient_norm"):
+    for name in ("loss", "grad_norm"):
         bad = np.array([name in step and step[name] is None for step in run.steps])
         if bad.any():
             return f"{name} is not a number at {steps_where(run, bad)}"
@@ -28,14 +28,14 @@ def _not_finite(run: RunRecord) -> str:
 
 
 def _exploding(run: RunRecord) -> str:
-    values = run.column("gradient_norm")
+    values = run.column("grad_norm")
     for end in range(15, len(values) + 1):
         before, now = values[: end - 5], values[end - 5 : end]
         usual = np.nanmedian(before[before > 0]) if (before > 0).any() else np.nan
         if np.isfinite(now).all() and np.median(now) > 10 * usual:
             there = np.arange(len(values)) == np.arange(end - 5, end)[:, None]
             return (
-                f"gradient_norm has median {np.median(now):.3g} at {steps_where(run, there.any(0))}, "
+                f"grad_norm has median {np.median(now):.3g} at {steps_where(run, there.any(0))}, "
                 f"over 10 times the {usual:.3g} before"
             )
     return ""

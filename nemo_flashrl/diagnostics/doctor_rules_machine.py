@@ -43,10 +43,11 @@ def _trainer_waits(run: RunRecord) -> str:
 
 
 def _rollouts_wait(run: RunRecord) -> str:
-    share = _share_of_step(run, "rollouts_wait_seconds")
+    name = "rollout_idle_seconds_during_training"
+    share = _share_of_step(run, name)
     if not (long_enough(run) and setting(run, "rollout.mode") in ("async", "in_flight") and share > 0.5):
         return ""
-    return f"rollouts_wait_seconds is {share:.0%} of step_seconds at {last_steps(run)}: episodes wait for the trainer"
+    return f"{name} is {share:.0%} of step_seconds at {last_steps(run)}: rollouts wait for the trainer"
 
 
 def _padding(run: RunRecord) -> str:
@@ -70,15 +71,15 @@ def _imbalance(run: RunRecord) -> str:
 
 def _no_recompute(run: RunRecord) -> str:
     asked = setting(run, "model.recompute", "none")
-    missing = run.column("recompute_in_force") == 0
+    missing = run.column("recompute_active") == 0
     if asked == "none" or not missing.any():
         return ""
-    return f"model.recompute is {asked}, yet recompute_in_force is 0 at {steps_where(run, missing)}"
+    return f"model.recompute is {asked}, yet recompute_active is 0 at {steps_where(run, missing)}"
 
 
 def _no_flash_attention(run: RunRecord) -> str:
-    missing = run.column("flash_attention_in_force") == 0
-    return f"flash_attention_in_force is 0 at {steps_where(run, missing)}" if missing.any() else ""
+    missing = run.column("flash_attention_active") == 0
+    return f"flash_attention_active is 0 at {steps_where(run, missing)}" if missing.any() else ""
 
 
 MACHINE_RULES = (

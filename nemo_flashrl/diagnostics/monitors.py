@@ -35,7 +35,9 @@ RULES = (
     Rule("advantage_jump", "advantage_jump", True, "keep the reward's scale; move one thing at a time"),
     Rule("unique_samples", "unique_sample_share", False, "rollout.temperature up, or fewer rollouts a prompt"),
     Rule("distinct_answers", "group_distinct_answers", False, "rollout.temperature up, or a task of more answers"),
-    Rule("selected", "selected_share", False, "tasks of middling success: a curriculum, or larger groups"),
+    Rule(
+        "effective_fraction", "effective_fraction", False, "tasks of middling success: a curriculum, or larger groups"
+    ),
     Rule("entropy", "sampled_entropy", False, "optimizer.learning_rate down, a KL term, rollout.temperature up"),
     Rule("length_trend", "length_trend", True, "length_penalty.coefficient above 0, rollout.max_tokens_per_turn down"),
     Rule("repeated_tokens", "repeated_token_share", True, "length_penalty.unit=new_tokens, a KL term"),

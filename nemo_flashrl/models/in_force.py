@@ -1,4 +1,4 @@
-"""Whether what the configuration asked for is what the built model does."""
+"""Which features that the configuration asks for are active in the built model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nemo_flashrl import platform
 from nemo_flashrl.weights.shards import unwrap
 
 
-def in_force(model: torch.nn.Module) -> dict[str, float]:
+def active_features(model: torch.nn.Module) -> dict[str, float]:
     """1 or 0 for recomputation, and on a GPU for flash attention, of this pipeline stage's layers in training.
 
     Transformer Engine chooses its kernel at run time; both of the fast ones can be forbidden by the environment.
     """
     decoder = unwrap(model).decoder
-    numbers = {"recompute_in_force": float(bool(decoder.config.recompute_granularity) and decoder.training)}
+    numbers = {"recompute_active": float(bool(decoder.config.recompute_granularity) and decoder.training)}
     if platform.has_gpu() and len(decoder.layers):
         attention = type(decoder.layers[0].self_attention.core_attention).__name__
         allowed = any(os.environ.get(name, "1") != "0" for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
-        numbers["flash_attention_in_force"] = float(attention == "TEDotProductAttention" and allowed)
+        numbers["flash_attention_active"] = float(attention == "TEDotProductAttention" and allowed)
     return numbers

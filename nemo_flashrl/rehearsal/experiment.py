@@ -126,8 +126,8 @@ def _checks(config: RunConfig, processes: int) -> list[Check]:
         ),
         Check(
             "losses and gradients are finite",
-            all(math.isfinite(step["loss"]) and math.isfinite(step["gradient_norm"]) for step in steps),
-            f"gradient norm up to {max(step['gradient_norm'] for step in steps):.2g}",
+            all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in steps),
+            f"gradient norm up to {max(step['grad_norm'] for step in steps):.2g}",
         ),
         Check(
             "the environment answers",

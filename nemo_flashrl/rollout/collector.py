@@ -32,7 +32,7 @@ from nemo_flashrl.rollout.dropping import Failing, FirstErrors, none_usable, rea
 from nemo_flashrl.rollout.engine import Engine
 from nemo_flashrl.rollout.prompts import PromptSource
 from nemo_flashrl.rollout.untrusted import begun
-from nemo_flashrl.rollout.waiting import PlaceClock, Siblings
+from nemo_flashrl.rollout.waiting import Siblings, SlotClock
 
 Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 
@@ -97,7 +97,7 @@ class Collector:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._collecting = self._closed = self._stopped = False
-        self._clock: PlaceClock | None = None  # begins with the first `collect`
+        self._clock: SlotClock | None = None  # begins with the first `collect`
         self._sampled = 0  # action tokens of episodes that ended since the last batch
 
     async def collect(self, policy_version: int) -> Batch:
@@ -189,7 +189,7 @@ class Collector:
 
     def _tell_clock(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._clock = self._clock or PlaceClock(self._max_in_flight, now)
+        self._clock = self._clock or SlotClock(self._max_in_flight, now)
         self._clock.update(now, running=len(self._running), asked=self._collecting)
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ class Engine(Protocol):
 
     Weights arrive as a stream of Hugging Face names and tensors, one at a time; an engine may not keep
     the tensors it is handed, only copies. `version` is the policy version it now serves; `faults` counts since the
-    start, by reason, what went wrong and was made good: tries that were repeated, and `servers_fallen`.
+    start, by reason, what went wrong and was made good: tries that were repeated, and `servers_lost`.
     """
 
     version: int

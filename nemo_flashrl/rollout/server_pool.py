@@ -174,7 +174,7 @@ class ServerPool:
         """Use a server no more until it has been adopted again; what it owes fails now."""
         if server.up:
             server.up = False
-            self.faults["servers_fallen"] += 1
+            self.faults["servers_lost"] += 1
             if not self._closed:
                 say(f"{server.url} has fallen and is left out" + (f": {why}" if why else ""))
             server.fallen.set_result(None)

@@ -1,30 +1,30 @@
-"""Who waits for whom: how long places for episodes stand empty, and on whose account."""
+"""Who waits for whom: how long rollout slots are idle, and because of whom."""
 
 from __future__ import annotations
 
 from nemo_flashrl.records import Trajectory
 
 
-class PlaceClock:
-    """Adds up empty places over time, by whether the trainer waits for a batch at that moment or not.
+class SlotClock:
+    """Adds up idle rollout slots over time, by whether the trainer waits for a batch at that moment or not.
 
-    Worked example, 4 places: the trainer asks for a batch and all are filled for 10 s, one for 2 s more (the others
-    wait for a straggler); then it trains for 6 s and none is filled. `rollout_seconds` is 12, empty are 3 x 2 + 4 x 6
-    place-seconds: `rollout_empty_seconds` is 30 / 4 = 7.5, and `rollouts_wait_seconds`, the trainer's part, 24 / 4 = 6.
+    Worked example, 4 slots: the trainer asks for a batch and all are busy for 10 s, one for 2 s more (a straggler);
+    then it trains for 6 s and all are idle. `rollout_seconds` is 12, idle are 3 x 2 + 4 x 6 slot-seconds:
+    `rollout_idle_seconds` is 30 / 4 = 7.5, and `rollout_idle_seconds_during_training` 24 / 4 = 6.
     """
 
-    def __init__(self, places: int, now: float) -> None:
-        self._places = places
+    def __init__(self, slots: int, now: float) -> None:
+        self._slots = slots
         self._running = 0
         self._asked = False
         self._since = now
-        self._empty = {True: 0.0, False: 0.0}  # place-seconds, by whether a batch is asked for
+        self._idle = {True: 0.0, False: 0.0}  # slot-seconds, by whether a batch is asked for
         self._seconds = {True: 0.0, False: 0.0}
 
     def update(self, now: float, *, running: int, asked: bool) -> None:
         """So many episodes run from `now` on, and the trainer waits for a batch or does not."""
         seconds = now - self._since
-        self._empty[self._asked] += (self._places - self._running) * seconds
+        self._idle[self._asked] += (self._slots - self._running) * seconds
         self._seconds[self._asked] += seconds
         self._since, self._running, self._asked = now, running, asked
 
@@ -32,11 +32,11 @@ class PlaceClock:
         """Seconds up to the last update, which begin anew."""
         numbers = {
             "rollout_seconds": self._seconds[True],
-            "rollouts_wait_seconds": self._empty[False] / self._places,
-            "rollout_empty_seconds": sum(self._empty.values()) / self._places,
+            "rollout_idle_seconds_during_training": self._idle[False] / self._slots,
+            "rollout_idle_seconds": sum(self._idle.values()) / self._slots,
             "between_batches_seconds": sum(self._seconds.values()),
         }
-        self._empty, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        self._idle, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         return numbers
 
 

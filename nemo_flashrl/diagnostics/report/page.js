@@ -19,13 +19,13 @@ const SECTIONS = [
     { title: "Staleness", of: ["staleness_mean", "staleness_max"], from: 0 }, { title: "Largest ratio", of: ["ratio_max"] }, { title: "Mean ratio", of: ["ratio_mean"] },
     { title: "Trainer against sampler", of: ["logprob_difference", "logprob_difference_max"], from: 0 }]],
   ["KL, entropy and the update", "How far the policy has gone, and how it goes.", [
-    { title: "KL to the reference", of: ["kl"] }, { title: "Entropy", of: ["entropy", "sampled_entropy"], from: 0 }, { title: "Gradient norm", of: ["gradient_norm"], from: 0 },
+    { title: "KL to the reference", of: ["kl"] }, { title: "Entropy", of: ["entropy", "sampled_entropy"], from: 0 }, { title: "Gradient norm", of: ["grad_norm"], from: 0 },
     { title: "Loss", of: ["loss"] }, { title: "Clipped tokens", of: ["clip_fraction"], from: 0 }, { title: "Learning rate", of: ["learning_rate"], from: 0 },
     { title: "KL coefficient", of: ["beta"], from: 0 }, { title: "Distance to the reference", of: ["reference_distance"], from: 0 }, { title: "Temperature", of: ["temperature"] }, { title: "Group size", of: ["group_size"], from: 0 }]],
   ["Time", "Who waits for whom. A step is as long as its slowest part.", [
     { stack: [["rollout_seconds", "rollouts"], ["train_seconds", "training"], ["refit_seconds", "new weights"]], title: "Time of a step" },
     { title: "Trained tokens", of: ["tokens_per_second"], from: 0 }, { title: "Sampled tokens", of: ["rollout_tokens_per_second"], from: 0 },
-    { title: "Places for episodes that stood empty", of: ["rollouts_wait_seconds", "rollout_empty_seconds"], from: 0 }]],
+    { title: "Places for episodes that stood empty", of: ["rollout_idle_seconds_during_training", "rollout_idle_seconds"], from: 0 }]],
   ["Memory, padding and actions", "What the hardware is filled with.", [
     { title: "Memory", of: ["memory_peak_gib", "memory_reserved_gib", "memory_total_gib"], from: 0 }, { title: "Padding", of: ["padding_share"], from: 0, limits: [0.1] },
     { title: "Action tokens", of: ["action_token_share"], from: 0 }, { title: "Imbalance", of: ["cost_imbalance", "microbatch_imbalance"], from: 0 },
