@@ -106,12 +106,16 @@ def _train(options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
         raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
-    from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, NotSaved, Preempted, StoppedByMonitor
+    from nemo_flashrl.resume import EXIT_MONITOR, EXIT_PREEMPTED, AlreadyComplete, NotSaved, Preempted, StoppedByMonitor
     from nemo_flashrl.rollout.server_pool import NoServer
     from nemo_flashrl.train import train
 
     try:
         checkpoint = train(settings)
+    except AlreadyComplete as complete:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"flashrl train: {complete}")
+        return 0
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}; the same command goes on from there", file=sys.stderr)

@@ -67,6 +67,10 @@ class StoppedByMonitor(Exception):
     """A limit of `monitors` was reached, and the run has saved itself; the message names it."""
 
 
+class AlreadyComplete(Exception):
+    """The run in the output folder has done all its steps and is exported; the message says where."""
+
+
 class NotSaved(Exception):
     """A checkpoint could not be written; the message says why, and what is left."""
 
@@ -105,11 +109,17 @@ class RunFolder:
             yield
             return
         with locked(self.path):
-            if _read(self.config, self.bound_to) != self:
+            if not self._unchanged():
                 raise ValueError(f"output={self.config.output!r}: another run has just ended there: start again")
             if self.checkpoint is not None:
                 check_whole(self.checkpoint)
             yield
+
+    def _unchanged(self) -> bool:
+        try:
+            return _read(self.config, self.bound_to) == self
+        except AlreadyComplete:
+            return False
 
     def begin(self) -> None:
         """Make the folder, or cut its records back to the checkpoint's step; on global rank 0 alone."""
@@ -131,7 +141,9 @@ def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:
     """The folder `config.output`, new or with a run to go on with; changes nothing.
 
     Raises:
-        ValueError: the folder exists and holds no run, another run, or a complete one, or `checkpoint.resume` is false.
+        ValueError: the folder exists and holds no run, another run, or a complete one that cannot be made as long as
+            `config` asks, or `checkpoint.resume` is false.
+        AlreadyComplete: it holds this run, complete.
     """
     return _read(config, bound_to(config, hf_config))
 
@@ -147,14 +159,24 @@ def _read(config: RunConfig, own: Mapping[str, Any]) -> RunFolder:
             f"output={config.output!r} holds a run and checkpoint.resume=false: a run never overwrites; "
             "choose another folder, remove it, or go on with it by checkpoint.resume=true"
         )
-    _check_same(config, own, path)
+    saved = load_saved(path / "config.yaml")
+    _check_same(config, own, saved, path)
     step, checkpoint = max(complete_checkpoints(path / "checkpoints").items(), default=(0, None))
-    if (path / "checkpoint").exists() and (checkpoint is None or step >= config.trainer.steps):
-        raise ValueError(
-            f"output={config.output!r} holds a complete run"
-            + (": choose another folder" if checkpoint is None else f" of {step} steps: raise trainer.steps to go on")
-        )
+    if (path / "checkpoint").exists():  # written last
+        _check_longer(config, saved.trainer.steps, step)
     return RunFolder(config, own, checkpoint, step)
+
+
+def _check_longer(config: RunConfig, done: int, saved: int) -> None:
+    """Of a complete run of `done` steps, the first `saved` of them in a checkpoint: resumed only to make it longer."""
+    asked = config.trainer.steps
+    if asked == done:
+        policy = Path(config.output) / "checkpoint"
+        raise AlreadyComplete(f"output={config.output!r}: the run is complete ({done} steps), its policy in {policy}")
+    if asked < done or not saved:
+        longer = f"raise trainer.steps above {done} to resume"
+        remedy = longer if saved else "it left no checkpoint: choose another folder"
+        raise ValueError(f"output={config.output!r} holds a complete run of {done} steps: {remedy}")
 
 
 def bound_to(config: RunConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +248,7 @@ def warn_of_gaps(metrics: Path, step: int) -> None:
         )
 
 
-def _check_same(config: RunConfig, own: Mapping[str, Any], path: Path) -> None:
+def _check_same(config: RunConfig, own: Mapping[str, Any], saved: RunConfig, path: Path) -> None:
     bound = json.loads((path / "run.json").read_text())
     for name, value in own.items():
         if bound.get(name) != value:
@@ -236,7 +258,7 @@ def _check_same(config: RunConfig, own: Mapping[str, Any], path: Path) -> None:
             )
     if config.checkpoint.resume:
         return
-    before, now = _flat(dataclasses.asdict(load_saved(path / "config.yaml"))), _flat(dataclasses.asdict(config))
+    before, now = _flat(dataclasses.asdict(saved)), _flat(dataclasses.asdict(config))
     for name in sorted(before.keys() | now.keys()):
         free = any(name == part or name.startswith(f"{part}.") for part in FREE)
         if not free and before.get(name) != now.get(name):

@@ -16,7 +16,7 @@ from processes import run_ranks
 
 from nemo_flashrl.config import load
 from nemo_flashrl.diagnostics.json_lines import append_json_line, read_json_lines
-from nemo_flashrl.resume import complete_checkpoints, cut_records, open_folder, record_files
+from nemo_flashrl.resume import AlreadyComplete, complete_checkpoints, cut_records, open_folder, record_files
 
 HF_CONFIG = {"model_type": "qwen2", "vocab_size": 515, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -135,8 +135,11 @@ def test_a_complete_run_goes_on_only_when_it_is_made_longer(run: Path) -> None:
     (run / "checkpoint").mkdir()
     (run / "checkpoint" / "config.json").write_text(json.dumps({"whose": "the first 8 steps"}))
     write_checkpoint(run, 8)
-    with pytest.raises(ValueError, match="complete run of 8 steps: raise trainer.steps"):
+    with pytest.raises(AlreadyComplete) as complete:
         open_(run)
+    assert str(complete.value) == f"output={str(run)!r}: the run is complete (8 steps), its policy in {run}/checkpoint"
+    with pytest.raises(ValueError, match="holds a complete run of 8 steps: raise trainer.steps above 8 to resume"):
+        open_(run, "trainer.steps=6")
     open_(run, "trainer.steps=12").begin()
     assert json.loads((run / "checkpoint-8" / "config.json").read_text())["whose"] == "the first 8 steps"
     assert open_(run, "trainer.steps=12").step == 8
@@ -145,8 +148,20 @@ def test_a_complete_run_goes_on_only_when_it_is_made_longer(run: Path) -> None:
 def test_a_complete_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
     open_(tmp_path / "run").begin()
     (tmp_path / "run" / "checkpoint").mkdir()
-    with pytest.raises(ValueError, match="holds a complete run: choose another folder"):
+    with pytest.raises(AlreadyComplete):
+        open_(tmp_path / "run")
+    with pytest.raises(
+        ValueError, match="holds a complete run of 8 steps: it left no checkpoint: choose another folder"
+    ):
         open_(tmp_path / "run", "trainer.steps=100")
+
+
+def test_a_complete_run_whose_last_checkpoint_is_older_is_not_trained_again(run: Path) -> None:
+    """With checkpoint.every_steps=0 the last one is of a SIGTERM, step 4 here; the run went on to step 8."""
+    (run / "checkpoint").mkdir()
+    with pytest.raises(AlreadyComplete, match=r"complete \(8 steps\)"):
+        open_(run)
+    assert open_(run, "trainer.steps=12").step == 4
 
 
 HOLD = """
@@ -190,9 +205,14 @@ def test_one_run_at_a_time(run: Path) -> None:
         first.stdout.close()
 
 
-def test_what_is_read_is_read_again_when_the_folder_is_free(run: Path) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_is_read_is_read_again_when_the_folder_is_free(run: Path, complete: bool) -> None:
+    """This rank alone looks again: it fails, so that the others do not wait for it."""
     opened = open_(run)
-    write_checkpoint(run, 6)  # the other run's last
+    if complete:
+        (run / "checkpoint").mkdir()
+    else:
+        write_checkpoint(run, 6)  # the other run's last
     with pytest.raises(ValueError, match="another run has just ended there"), opened.held(by_this_rank=True):
         pytest.fail("it would cut step 6 off")
 
