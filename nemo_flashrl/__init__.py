@@ -2,7 +2,7 @@
 
     config/          the typed configuration, the only reader of YAML
     preflight.py     what can be refused before a model is built
-    resume.py        what an output folder holds, and whether a run may go on there; run_lock.py: one at a time
+    resume.py        what an output folder holds, and whether a run may be resumed there; run_lock.py: one at a time
     train.py         configuration -> objects -> trainer.fit
     rollout/         prompts -> episodes -> a batch of trajectories (records.py)
     environments/    what an episode is played against, one file each

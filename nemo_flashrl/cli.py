@@ -57,35 +57,40 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser(
         "train",
-        help="train by a configuration file; start it under torchrun for several processes",
-        description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
+        help="train from a configuration file; under torchrun for several processes",
+        description="Train from a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
-        "The same command with the same output goes on from the run's newest checkpoint; exit code 75 asks for that.\n"
-        "Exit code 3: a limit under `monitors` has ended the run, with a checkpoint.",
+        "Rerun the same command to resume from the newest checkpoint.\n"
+        "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume;\n"
+        "3: a limit under `monitors` stopped it, with a checkpoint.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file's settings")
     train.set_defaults(run=_train)
 
     rehearse = commands.add_parser(
         "rehearse",
-        help="the whole path, small and real, on this machine's CPU",
+        help="run the whole training path end to end, small, on this machine's CPU",
         description="Learn a multi-turn tool-calling task with the real NeMo trainer and a real Megatron model.",
     )
     rehearse.add_argument(
-        "--experiment", metavar="NAME", help="this one's own job instead, shrunk; its sizes replace those below"
+        "--experiment",
+        metavar="NAME",
+        help="rehearse this experiment, shrunk to this machine; its parallel sizes replace those below",
     )
     rehearse.add_argument("--tp", type=at_least(1), default=1, metavar="N", help="tensor-parallel size (default 1)")
     rehearse.add_argument("--pp", type=at_least(1), default=1, metavar="N", help="pipeline-parallel size (default 1)")
     rehearse.add_argument("--cp", type=at_least(1), default=1, metavar="N", help="context-parallel size (default 1)")
     rehearse.add_argument("--dp", type=at_least(1), default=1, metavar="N", help="data-parallel size (default 1)")
     rehearse.add_argument("--algorithm", default="flash_reinforce", metavar="NAME", help="flash_reinforce | grpo")
-    rehearse.add_argument("--seed", type=int, default=0, metavar="N", help="of the warm start, the tasks and the run")
+    rehearse.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the warm start, the tasks and the run"
+    )
     rehearse.add_argument(
         "--output", type=Path, default=None, metavar="DIR", help="must not exist (default runs/rehearsal-<time>)"
     )
-    rehearse.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for `flashrl train`")
+    rehearse.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for `flashrl train`")
     rehearse.set_defaults(run=_rehearse)
     add_serve_rollout(commands)
     add_report(commands)
@@ -118,7 +123,7 @@ def _train(options: argparse.Namespace) -> int:
         return 0
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(f"flashrl train: {stop}; the same command goes on from there", file=sys.stderr)
+            print(f"flashrl train: {stop}; rerun the same command to resume", file=sys.stderr)
         return EXIT_PREEMPTED
     except StoppedByMonitor as stop:
         if os.environ.get("RANK", "0") == "0":
@@ -130,8 +135,8 @@ def _train(options: argparse.Namespace) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = f"free some where output={settings.output!r} and temporary files go, and start the same command again"
-        print(f"flashrl train: no space is left ({error}): {free}", file=sys.stderr)
+        free = f"free space for output={settings.output!r} and temporary files, then rerun the same command to resume"
+        print(f"flashrl train: no space left on device ({error}): {free}", file=sys.stderr)
         return 1
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")

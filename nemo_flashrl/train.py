@@ -140,7 +140,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         setup.episode_sampling(config, parts.tokenizer),
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,
-        max_in_flight=rollout.places,
+        max_in_flight=rollout.slots,
         streaming=rollout.mode != "sync",
         max_staleness=rollout.max_staleness,
         dynamic_sampling_max_groups=rollout.dynamic_sampling_max_groups,

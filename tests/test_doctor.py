@@ -103,13 +103,13 @@ def test_evidence_names_metric_and_steps() -> None:
     text = as_text(recorded("reward_scale_jumps"), examine(recorded("reward_scale_jumps")))
     assert "advantage_std goes from" in text
     assert "at step 16" in text
-    assert "change    keep the reward's scale fixed" in text
+    assert "change    keep the reward scale fixed" in text
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
     for name, code, words in (
         ("healthy", 0, "no rule fires"),
-        ("one_turn", 1, "Many episodes end at a limit"),
+        ("one_turn", 1, "Many episodes end at a limit (truncated)"),
         ("trainer_is_slow", 1, "rollout_idle_seconds_during_training is "),  # named otherwise in the recording
     ):
         folder = tmp_path / name

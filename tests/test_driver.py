@@ -324,7 +324,7 @@ def test_what_hangs_does_not_keep_the_run_from_ending(start, monkeypatch, capsys
     asked.start()
     until(lambda: driver.engine.requests)
     driver.close()
-    assert "does not let go of its thread" in capsys.readouterr().err
+    assert "blocks the rollout thread; abandoning it" in capsys.readouterr().err
     release.set()
     end_what_was_left_behind(driver)
 
@@ -362,6 +362,6 @@ def test_a_blocked_loop_does_not_keep_collect_from_being_stopped(start, monkeypa
     assert driver.state_dict() == finished
     assert finished["prompts"]["unfinished"] == []
     driver.close()
-    assert "does not let go of its thread" in capsys.readouterr().err
+    assert "blocks the rollout thread; abandoning it" in capsys.readouterr().err
     release.set()
     end_what_was_left_behind(driver)

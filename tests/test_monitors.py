@@ -66,7 +66,7 @@ def test_a_limit_stops_after_as_many_steps_in_a_row(field: str) -> None:
     assert monitors.reason == ""  # never two in a row
     monitors = Monitors({"patience": 2, field: limit})
     feed(monitors, *calm, bad, bad)
-    assert f"monitors.{field}={limit:g} for 2 steps, the last of them step {steps + 2}; change: " in monitors.reason
+    assert f"monitors.{field}={limit:g} for 2 consecutive steps, up to step {steps + 2}; change: " in monitors.reason
     off = Monitors({"patience": 2, field: None})
     feed(off, *calm, bad, bad)
     assert off.reason == ""
@@ -161,8 +161,8 @@ def test_a_reached_limit_ends_the_run_with_a_checkpoint(model, tmp_path) -> None
     ]  # fmt: skip
     limits = ["monitors.unique_samples=0.9", "monitors.patience=2"]
     said = run_ranks(1, "training", "rehearsal", f"output={run}", *settings, *limits, exit_codes=(EXIT_MONITOR,))
-    assert "stopped by a monitor after step 2 of 4: unique_sample_share=" in said
-    assert "is below monitors.unique_samples=0.9 for 2 steps" in said
+    assert "stopped by monitors after step 2 of 4: unique_sample_share=" in said
+    assert "is below monitors.unique_samples=0.9 for 2 consecutive steps" in said
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step=2"]
     assert not (run / "preempted").exists() and not (run / "checkpoint").exists()  # no requeue, no export
     run_ranks(1, "training", "rehearsal", f"output={run}", *settings)

@@ -33,13 +33,16 @@ def test_quotes_are_hydras() -> None:
 
 
 REFUSED = {  # override -> how the line begins and ends
-    "rollout.stop=[)]": ("rollout.stop=[)]: cannot be read; quote", """ 'rollout.stop=[")"]'"""),
-    "environment.settings.file=ü": ("environment.settings.file=ü: cannot", " \"environment.settings.file='ü'\""),
-    "trainer.steps=1,2": ("trainer.steps=1,2: must be one int", "int"),
-    "rollout.episode_timeout=a(b": ("rollout.episode_timeout=a(b: must be one float", "float | None"),
-    "model=3": ("model=3: must be one of llama3_70b, ", ", tiny; a field of it is set by model.FIELD=..."),
+    "rollout.stop=[)]": ("rollout.stop=[)]: cannot be parsed; quote", """ 'rollout.stop=[")"]'"""),
+    "environment.settings.file=ü": (
+        "environment.settings.file=ü: cannot be parsed",
+        " \"environment.settings.file='ü'\"",
+    ),
+    "trainer.steps=1,2": ("trainer.steps=1,2: must be a single int", "int"),
+    "rollout.episode_timeout=a(b": ("rollout.episode_timeout=a(b: must be a single float", "float | None"),
+    "model=3": ("model=3: must be one of llama3_70b, ", ", tiny; set one of its fields with model.FIELD=..."),
     "algorithm=ppo": ("algorithm=ppo: must be one of flash_reinforce, ", "algorithm.FIELD=..."),
-    "+model=ü": ("+model=ü: cannot be read", "\"+model='ü'\""),
+    "+model=ü": ("+model=ü: cannot be parsed", "\"+model='ü'\""),
 }
 
 

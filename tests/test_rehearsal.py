@@ -100,6 +100,6 @@ def test_the_rehearsal_learns(tmp_path: Path) -> None:
     assert statistics.mean(success[-20:]) >= 0.88
     greedy = float(done.stdout.split("% greedy")[0].split()[-1])
     assert greedy >= 97
-    assert "NOT" not in done.stdout
+    assert "FAIL" not in done.stdout
     lines = (output / "run" / "samples.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["text"].startswith("Q k ")

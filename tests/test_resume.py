@@ -1,4 +1,4 @@
-"""What may be gone on with: output folders, complete and torn checkpoints, records that are cut back."""
+"""What may be resumed: output folders, complete and torn checkpoints, records that are cut back."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ with locked(Path(sys.argv[1])):
 
 
 def test_one_run_at_a_time(run: Path) -> None:
-    """The second changes nothing; when the first is killed, the next goes on at once."""
+    """The second changes nothing; when the first is killed, the next resumes at once."""
     opened = open_(run)
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -213,7 +213,7 @@ def test_what_is_read_is_read_again_when_the_folder_is_free(run: Path, complete:
         (run / "checkpoint").mkdir()
     else:
         write_checkpoint(run, 6)  # the other run's last
-    with pytest.raises(ValueError, match="another run has just ended there"), opened.held(by_this_rank=True):
+    with pytest.raises(ValueError, match="another run has just ended there: rerun"), opened.held(by_this_rank=True):
         pytest.fail("it would cut step 6 off")
 
 
@@ -226,9 +226,7 @@ def test_a_folder_of_a_run_that_never_began_is_new(tmp_path: Path) -> None:
 
 def test_ranks_that_have_read_different_checkpoints_stop_together() -> None:
     said = run_ranks(2, "folder_steps", 3, 4)
-    line = (
-        "output='runs/first': its newest checkpoint is of step 4 to some processes and of step 3 to others: start again"
-    )
+    line = "output='runs/first': its newest checkpoint is of step 4 on some ranks and of step 3 on others: rerun"
     assert said.count(line) == 2
 
 
@@ -244,7 +242,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(run: Path, remains: bytes
     tensors.unlink() if remains is None else tensors.write_bytes(remains)
     with pytest.raises(ValueError) as refused, open_(run).held(by_this_rank=True):
         pytest.fail("it cannot be read")
-    remedy = "remove that folder to go on from step=4"
+    remedy = "remove that folder to resume from step=4"
     assert str(refused.value) == f"{newest} is damaged (weights/__0_0.distcp: {said}): {remedy}"
     shutil.rmtree(newest)
     with open_(run).held(by_this_rank=True):

@@ -75,13 +75,12 @@ def test_a_task_that_cannot_be_read_is_one_failed_episode(capsys) -> None:
     assert (batch.metrics["episodes_environment_error"], batch.metrics["dropped_empty"]) == (1, 1)
     assert len({*range(13)} - {*numbers(batch)}) == 1
     assert (
-        "failed and is left out: tasks[9]: OSError: page 9 is torn; dropped_empty counts such"
-        in capsys.readouterr().err
+        "failed and is dropped: tasks[9]: OSError: page 9 is torn; counted in dropped_empty" in capsys.readouterr().err
     )
 
 
 def test_a_service_that_is_down_for_a_while_costs_few_prompts(capsys) -> None:
-    """Each `reset` fails for 1.5 s; without a rest, thousands would have failed by then and ended the run."""
+    """Each `reset` fails for 1.5 s; without backoff, thousands would have failed by then and ended the run."""
     back: list[float] = []
 
     class Down(ScriptedEnvironment):

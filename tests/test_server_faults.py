@@ -273,7 +273,7 @@ def test_a_sync_waits_for_a_server_that_fell_meanwhile(pair: list[StandIn], capf
         assert set(generation.versions) == {6}
 
     run(over, story())
-    assert f"{pair[0].url} has come back and is used again" in capfd.readouterr().err
+    assert f"{pair[0].url} is up again, back in the pool" in capfd.readouterr().err
 
 
 def test_a_sync_without_servers_is_an_error_in_time(pair: list[StandIn]) -> None:

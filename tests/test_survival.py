@@ -224,7 +224,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(model: Path, stra
     assert "flashrl train: the checkpoint of step 8 could not be written" in said
     assert "Traceback" not in said
     assert "File too large" in said
-    assert "the one of step 4 is complete and stays" in said
+    assert "the checkpoint of step 4 is complete and is kept" in said
     assert list(complete_checkpoints(run / "checkpoints")) == [4]
     train(run, model, 8, *options)
     assert list(complete_checkpoints(run / "checkpoints")) == [8]

@@ -52,7 +52,7 @@ class GroupSize:
         return {"value": self.value, "deviations": list(self._deviations)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from there; a size that no longer fits the batch is left at the start's."""
+        """Restore that state; a size that no longer fits the batch is left at the start's."""
         if state["value"] in self.sizes:
             self.value = int(state["value"])
         self._deviations = list(state["deviations"])[-(self.every - 1) :] if self.every > 1 else []

@@ -75,7 +75,7 @@ class KlCoefficient:
         return {"value": self.value, "step": self.step, "entropies": list(self._entropies)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; a schedule that follows the step alone is worked out anew from its own settings."""
+        """Restore that state; a schedule that follows the step alone is worked out anew from its own settings."""
         self.step = int(state["step"])
         self._entropies = list(state.get("entropies", []))
         if self.schedule in ("adaptive", "entropy"):

@@ -1,6 +1,6 @@
 """How the sampler's temperature moves over a run: steps, each from a share of the optimizer steps on.
 
-It follows the number of optimizer steps alone, so a run that goes on from a checkpoint needs no other state.
+It follows the number of optimizer steps alone, so a run resumed from a checkpoint needs no other state.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class RLMetricsCallback(pl.Callback):
     def on_megatron_reduce_microbatches_end(self, reduced: dict[str, torch.Tensor], **_: Any) -> None:
         """NeMo calls it on the last pipeline stage, the only one that knows the loss."""
         self._sums = {name: float(value) for name, value in reduced.items()}
-        self._wait_for("the update and new weights")
+        self._wait_for("optimizer step and weight sync")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The clock of the whole step, rollout included."""

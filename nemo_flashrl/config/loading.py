@@ -124,8 +124,8 @@ def check(config: RunConfig) -> None:
 def _check_mode(rollout: RolloutConfig) -> None:
     if rollout.mode == "sync" and rollout.max_in_flight > rollout.batch_size:
         raise ValueError(
-            f"rollout.max_in_flight={rollout.max_in_flight}: at most rollout.batch_size ({rollout.batch_size}) where "
-            "nothing runs between two batches; set rollout.mode to async or in_flight"
+            f"rollout.max_in_flight={rollout.max_in_flight}: at most rollout.batch_size ({rollout.batch_size}) with "
+            "rollout.mode=sync; set rollout.mode to async or in_flight"
         )
     if rollout.mode != "sync" and rollout.lag:
         raise ValueError(f"rollout.lag={rollout.lag}: a fixed lag is for rollout.mode=sync, not {rollout.mode}; set 0")
@@ -139,8 +139,8 @@ def _check_group_size(config: RunConfig) -> None:
     rollout, every = config.rollout, config.group_size.every
     if every and (rollout.mode != "sync" or rollout.lag):
         raise ValueError(
-            f"group_size.every={every}: a group's size changes where nothing is under way; set rollout.mode=sync and "
-            f"rollout.lag=0 (they are {rollout.mode} and {rollout.lag})"
+            f"group_size.every={every}: a group's size changes only with no episode in flight; set "
+            f"rollout.mode=sync and rollout.lag=0 (they are {rollout.mode} and {rollout.lag})"
         )
 
 
@@ -150,19 +150,19 @@ def _check_credit(config: RunConfig) -> None:
         raise ValueError(f"length_penalty.coefficient={length.coefficient:g} needs length_penalty.limit above 0")
     if advantage.turn_discount != 1 and advantage.turn_coefficient == 0:
         raise ValueError(
-            f"advantage.turn_discount={advantage.turn_discount:g} counts in a turn's own return: set "
+            f"advantage.turn_discount={advantage.turn_discount:g} applies to per-turn returns: set "
             "advantage.turn_coefficient above 0"
         )
     in_reward = config.kl.coefficient > 0 and config.kl.place == "reward"
     if advantage.turn_coefficient > 0 and (in_reward or config.value_head.learning_rate > 0):
         raise ValueError(
-            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a KL in the reward and a value head are taken "
-            "off a trajectory's one reward; set kl.place=loss and value_head.learning_rate=0"
+            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a KL in the reward and a value head are "
+            "per trajectory, not per turn; set kl.place=loss and value_head.learning_rate=0"
         )
     if config.value_head.learning_rate > 0 and config.parallel.context > 1:
         raise ValueError(
-            f"value_head.learning_rate={config.value_head.learning_rate:g}: the hidden states that it reads are not "
-            f"gathered over context ranks; set parallel.context=1, not {config.parallel.context}"
+            f"value_head.learning_rate={config.value_head.learning_rate:g}: its hidden states are not gathered over "
+            f"context-parallel ranks; set parallel.context=1, not {config.parallel.context}"
         )
 
 

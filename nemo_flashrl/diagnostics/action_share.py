@@ -21,7 +21,7 @@ class ActionShareWarning:
             return
         self._said = True
         logger.warning(
-            "step %d: %.1f%% of the tokens are actions (under %.0f%%), the rest is read and not learnt from: shorten "
+            "step %d: %.1f%% of the tokens are actions (under %.0f%%), the rest is context without gradient: shorten "
             "observations in the environment, truncate them (rollout.max_observation_tokens), or summarise them "
             "(rollout.summarizer)",
             step,

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: appended to by a run that may be killed, read while it goes on."""
+"""Files of one JSON object a line: appended to by a run that may be killed, read while it runs."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class AdapterEngine(RemoteEngine):
         except ValueError as error:
             if f"`{ADAPTER}` does not exist" not in str(error):
                 raise
-            raise Fault("version", f"{server.url} has no adapter: it was started anew") from error
+            raise Fault("version", f"{server.url} has lost the adapter: it was restarted") from error
 
 
 class AdapterDialect(VLLMDialect):

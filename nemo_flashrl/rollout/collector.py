@@ -143,7 +143,7 @@ class Collector:
         self._prompts.trained({i: sum(not t.failed for t in group) / len(group) for i, group in groups.items()})
         self._totals["trajectories_trained"] += len(batch.trajectories)
         if self._group_sizes is not None:
-            assert not (self._running or self._waiting or self._ready), "a group is under way while its size changes"
+            assert not (self._running or self._waiting or self._ready), "a group is in flight while its size changes"
             deviations = [statistics.pstdev([t.reward for t in group]) for group in groups.values()]
             self._group_sizes.after_step(statistics.fmean(deviations))
             self._group_size = self._group_sizes.value
@@ -158,9 +158,9 @@ class Collector:
         return {"prompts": self._prompts.state_dict(), "totals": dict(self._totals), **sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, before the first `collect`."""
+        """Restore a saved state, before the first `collect`."""
         assert not (self._running or self._waiting or self._siblings.count or self._ready), (
-            "the collector has begun already"
+            "the collector has started already"
         )
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
@@ -169,7 +169,7 @@ class Collector:
             self._group_size = self._group_sizes.value
 
     def _state_metrics(self) -> dict[str, float]:
-        """Times since the last batch, and what is under way now."""
+        """Times since the last batch, and what is in flight now."""
         times = self._clock.take()
         elapsed = times.pop("between_batches_seconds")
         sampled, self._sampled = self._sampled, 0
@@ -231,7 +231,7 @@ class Collector:
         return len(self._chosen) * self._group_size < self._batch_size
 
     def _fill(self) -> None:
-        """Begin episodes where there is room for them."""
+        """Start episodes in free slots."""
         while not (self._closed or self._failure) and self._has_room():
             if not self._waiting:
                 prompt_index, task_index = self._prompts.next()
@@ -263,8 +263,8 @@ class Collector:
             sample=sample,
             seed=self._seed,
         )
-        if rest := self._failing.rest(trajectory):
-            await asyncio.sleep(rest)
+        if backoff := self._failing.backoff(trajectory):
+            await asyncio.sleep(backoff)
         self._sampled += trajectory.action_count
         group = self._siblings.add(trajectory, sample, self._group_size, asyncio.get_running_loop().time())
         if group is not None:

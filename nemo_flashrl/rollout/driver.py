@@ -1,8 +1,8 @@
-"""The collecting rank's event loop, in a thread of its own: rollouts go on while the trainer trains.
+"""The collecting rank's event loop, in a thread of its own: rollouts run on while the trainer trains.
 
     trainer's thread                              the loop's thread
     collect(version)   --- waits for ---------->  Collector.collect, episodes, time-outs
-    (optimizer step)                              episodes that stream go on
+    (optimizer step)                              streaming episodes run on
     trained()          ------------------------>  prompts are finished
     load_weights()     -- one tensor at a time ->  Engine.load_weights
 
@@ -56,7 +56,7 @@ class RolloutDriver:
         self._updates_done = 0  # optimizer steps done on the batch in training
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
-        self._told: Counter[str] = Counter()  # faults of the engine that `faults` has handed out
+        self._reported: Counter[str] = Counter()  # faults of the engine that `faults` has returned
         self._loop = asyncio.new_event_loop()
         self._handover = Handover()  # the last one
         self._broken: Future[None] = Future()  # done when something there tried to end the process
@@ -113,12 +113,12 @@ class RolloutDriver:
         return self._call(play(self.engine))
 
     def faults(self) -> dict[str, float]:
-        """Metrics of what went wrong in the engine since the last call, and was made good."""
+        """Metrics of faults in the engine since the last call that were recovered from."""
         return self._call(_soon(self._new_faults))
 
     def _new_faults(self) -> dict[str, float]:
-        told, self._told = self._told, Counter(self.engine.faults)
-        return fault_metrics(self._told - told)
+        before, self._reported = self._reported, Counter(self.engine.faults)
+        return fault_metrics(self._reported - before)
 
     def stop_collecting(self) -> None:
         """Let `collect` raise CollectionStopped, from now on; may be called in a signal handler.
@@ -151,7 +151,7 @@ class RolloutDriver:
         return self._state if self._held else self._call(_soon(self.collector.state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, before the first `collect`.
+        """Restore a saved state, before the first `collect`.
 
         Raises:
             ValueError: it belongs to another number of tasks or another seed.
@@ -160,7 +160,7 @@ class RolloutDriver:
         self._state = self._call(_soon(self.collector.state_dict))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve new weights; on an error the old ones go on serving.
+        """Serve new weights; on an error the old ones stay.
 
         `stream` is walked in the caller's thread, where its collectives belong, and no further than the engine asks.
         """
@@ -182,7 +182,7 @@ class RolloutDriver:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(0 if self._held and not closing.done() else CLOSE_SECONDS)
         if self._thread.is_alive():
-            print("rollouts: an environment does not let go of its thread; it is left behind", file=sys.stderr)
+            print("rollouts: an environment blocks the rollout thread; abandoning it", file=sys.stderr)
         else:
             self._loop.close()
 
@@ -191,7 +191,7 @@ class RolloutDriver:
             try:
                 await asyncio.wait_for(close(), CLOSE_SECONDS)
             except TimeoutError:
-                print(f"rollouts: {close.__qualname__} took more than {CLOSE_SECONDS:g} s", file=sys.stderr)
+                print(f"rollouts: {close.__qualname__} did not close within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

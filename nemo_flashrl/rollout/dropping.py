@@ -12,7 +12,7 @@ from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.agent import PROMPT_TOO_LONG
 
 _KIND_LENGTH, _MOST_KINDS = 100, 20  # characters of an error, digits aside, that make its kind; kinds that are told
-_FREE, _LONGEST_REST = 8, 2.0  # failures in a row after which places rest, and for how many seconds at most
+_FREE, _LONGEST_BACKOFF = 8, 2.0  # failures in a row before a slot backs off, and the longest backoff in seconds
 
 
 def reason_to_drop(group: Sequence[Trajectory], oldest_version: int | None, *, replace_tied: bool) -> str | None:
@@ -51,25 +51,25 @@ class FirstErrors:
             kind = re.sub(r"[0-9]+", "", error)[:_KIND_LENGTH]
             if error and kind not in self._kinds and len(self._kinds) < _MOST_KINDS:
                 self._kinds.add(kind)
-                said = f"an episode of prompt {trajectory.prompt_index} failed and is left out: {error}"
-                print(f"rollouts: {said}; dropped_empty counts such", file=sys.stderr, flush=True)
+                said = f"an episode of prompt {trajectory.prompt_index} failed and is dropped: {error}"
+                print(f"rollouts: {said}; counted in dropped_empty", file=sys.stderr, flush=True)
 
 
 class Failing:
-    """How long a place rests after an episode that could not begin.
+    """Backoff before a rollout slot is reused after an episode that could not begin.
 
-    One is a fault of its task. Many in a row are a service that is down: without a rest they would spend an epoch of
+    One is a fault of its task. Many in a row are a service that is down: without backoff they would spend an epoch of
     prompts in the seconds until it is back.
     """
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def rest(self, ended: Trajectory) -> float:
+    def backoff(self, ended: Trajectory) -> float:
         """Seconds, after `ended`."""
         never_began = ended.end_reason == "environment_error" and not ended.turns
         self._in_a_row = self._in_a_row + 1 if never_began else 0
-        return min(_LONGEST_REST, 0.1 * 2.0 ** (self._in_a_row - _FREE)) if self._in_a_row > _FREE else 0.0
+        return min(_LONGEST_BACKOFF, 0.1 * 2.0 ** (self._in_a_row - _FREE)) if self._in_a_row > _FREE else 0.0
 
 
 @dataclass
@@ -96,7 +96,7 @@ class LongPrompts:
             raise ValueError(f"{what}: raise the length, shorten the prompt, or set batching.on_too_long=drop")
         if not self.told:
             self.told = True
-            rest = "it is left out, as others will be: dropped_prompt_too_long counts them"
+            rest = "it is dropped, as others will be; counted in dropped_prompt_too_long"
             print(f"rollouts: {what}; {rest}", file=sys.stderr, flush=True)
 
     def what(self, task_index: int, tokens: int) -> str:
@@ -104,5 +104,5 @@ class LongPrompts:
         return (
             f"environment.name={self.environment!r}: the prompt of {self.tasks} {task_index} has {tokens} tokens and "
             f"leaves no room for an answer in model.context_length={self.context_length}, of which "
-            f"batching.context_margin={self.context_margin:g} is kept free"
+            f"batching.context_margin={self.context_margin:g} is reserved"
         )

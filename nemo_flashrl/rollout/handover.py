@@ -31,7 +31,7 @@ class Handover:
             if item is None:
                 return
             if isinstance(item, BaseException):
-                raise RuntimeError(f"the stream of weights broke off: {item!r}") from item
+                raise RuntimeError(f"the weight stream broke off: {item!r}") from item
             yield item
 
     def feed(self, stream: Iterable[Named]) -> None:

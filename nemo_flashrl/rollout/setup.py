@@ -119,7 +119,7 @@ def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[
             tokenizer,
             limits,
             sampling,
-            max_in_flight=config.rollout.places,
+            max_in_flight=config.rollout.slots,
             samples=asked.samples,
             seed=config.trainer.seed,
         )
