@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoints.py --runs runs/checkpoints
 
-Every row is one `flashrl train` that saves after each of 20 steps, and one that goes on from the last.
+Every row is one `flashrl train` that saves after each of 20 steps, and one that resumes from the last.
 """
 
 from __future__ import annotations

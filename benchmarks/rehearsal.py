@@ -36,7 +36,7 @@ TECHNIQUES = {
     "turns": ["advantage.turn_coefficient=1", "advantage.turn_discount=0.9"],
     "entropy": ["algorithm.settings.negative_token_fraction=0.2"],
     "value_head": ["value_head.learning_rate=0.05"],
-    "uses2": ["rollout.uses=2"],  # as many steps, half as many trajectories
+    "updates2": ["rollout.updates_per_batch=2"],  # as many steps, half as many trajectories
     "ratio_clip": ["algorithm.settings.ratio_clip=0.1", "algorithm.settings.delta=inf", "rollout.lag=4"],
     "no_ratio_clip": ["algorithm.settings.delta=inf", "rollout.lag=4"],  # what the line before is compared with
 }

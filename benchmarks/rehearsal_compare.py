@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[str, Callable[[RunRecord, Mapping[str, Any]], float]]] = {
     "success, mean of all updates": (".3f", mean_of("success")),
     "success, last 20 updates": (".3f", lambda run, _: float(run.column("success")[-20:].mean())),
     "greedy success, 256 held-out tasks": (".3f", lambda _, summary: greedy_success(summary)),
-    "gradient norm, mean": (".2f", mean_of("gradient_norm")),
+    "gradient norm, mean": (".2f", mean_of("grad_norm")),
     "turns that siblings wait for their slowest, a trajectory": (".2f", lambda run, _: turns_waited(run, "group")),
     "turns that the batch waits for its slowest, a trajectory": (".2f", lambda run, _: turns_waited(run, "step")),
     "seconds that siblings wait for their slowest, a trajectory": (".3f", mean_of("group_wait_seconds")),

@@ -33,7 +33,7 @@ from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.groups import PlaceClock
+from nemo_flashrl.rollout.groups import SlotClock
 from nemo_flashrl.rollout.metrics import AGES
 from nemo_flashrl.rollout.prompts import PromptStream
 
@@ -87,7 +87,7 @@ class Workers:
     workload: Workload
     group_size: int
     hold: bool
-    clock: PlaceClock
+    clock: SlotClock
     busy: int = 0
     begun: dict[int, int] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
@@ -155,7 +155,7 @@ async def run(scheduler: str, workload: Workload, batch_size: int, train: float)
     """Train one epoch, every trajectory once, in virtual time."""
     count, group_size = len(workload.steps), 1 if scheduler == "streaming" else GROUP
     tokenizer, loop = make_tokenizer(), asyncio.get_running_loop()
-    workers = Workers(workload, group_size, scheduler == "(b) hold", PlaceClock(batch_size, loop.time()))
+    workers = Workers(workload, group_size, scheduler == "(b) hold", SlotClock(batch_size, loop.time()))
     engine = Instant(tokenizer.convert_tokens_to_ids(")"))
     collector = Collector(
         engine,
@@ -181,7 +181,7 @@ async def run(scheduler: str, workload: Workload, batch_size: int, train: float)
         batches.append(await collector.collect(version))
         await asyncio.sleep(training)
     workers.count(0)
-    elapsed, empty = loop.time() - started, workers.clock.take()["rollout_empty_seconds"]
+    elapsed, empty = loop.time() - started, workers.clock.take()["rollout_idle_seconds"]
     await collector.close()
     ages = {name: float(np.mean([b.metrics[f"staleness_{name}"] for b in batches])) for name, *_ in AGES}
     oldest = max(b.metrics["staleness_max"] for b in batches)

@@ -133,7 +133,7 @@ def metrics() -> str:
         "| mean | a sum over microbatches and data-parallel ranks divided by another such sum, on the last stage |",
         "| sum | summed over microbatches and data-parallel ranks, on the last pipeline stage |",
         "| largest | maximum over microbatches and data-parallel ranks, on the last pipeline stage |",
-        "| machine | a clock or a count of accidents of the writing rank, or memory of the fullest rank |",
+        "| machine | a clock or a count of faults of the writing rank, or the maximum of a memory counter over ranks |",
         "| trainer | the same on every rank |",
         "",
         "| name | unit | source | meaning |",

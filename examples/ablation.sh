@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What four techniques are worth on the rehearsal's task, one at a time, from GRPO with a KL to the first policy:
 # clip of advantages, normalisation, temperature, annealing of the KL. About 40 seconds of one core for each of 8 runs a
-# seed; what is finished is kept, so that the same command goes on, with more seeds too.
+# seed; what is finished is kept: rerun the same command to resume, with more seeds too.
 #
 #   examples/ablation.sh [FOLDER [SEEDS [OPTIONS of flashrl ablate]]]
 set -euo pipefail

@@ -64,7 +64,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
                 adam_beta1=optimizer.beta1,
                 adam_beta2=optimizer.beta2,
                 weight_decay=optimizer.weight_decay,
-                clip_grad=optimizer.clip_gradient,
+                clip_grad=optimizer.max_grad_norm,
                 bf16=_dtype(config) == torch.bfloat16,
                 use_distributed_optimizer=platform.has_gpu(),
             ),
@@ -97,15 +97,15 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         setup.episode_sampling(config, parts.tokenizer),
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,
-        max_in_flight=rollout.places,
+        max_in_flight=rollout.slots,
         streaming=rollout.mode != "sync",
         max_staleness=rollout.max_staleness,
-        tied_group_replacements=rollout.tied_group_replacements,
+        dynamic_sampling_max_groups=rollout.dynamic_sampling_max_groups,
         seed=config.trainer.seed,
         temperature=setup.temperature_schedule(config),
         group_sizes=setup.moving_group_size(config, parts.algorithm.group_size),
     )
-    return RolloutDriver(engine, collector, lag=rollout.lag, uses=rollout.uses)
+    return RolloutDriver(engine, collector, lag=rollout.lag, updates_per_batch=rollout.updates_per_batch)
 
 
 def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) -> Any:

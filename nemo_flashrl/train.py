@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def train(config: RunConfig) -> Path:
     """Run `config` in the processes that torchrun started; returns the exported Hugging Face folder.
 
-    Raises ValueError for what the configuration cannot mean, before anything is written; Preempted after SIGTERM and
-    StoppedByMonitor when a limit was reached, both when everything is saved.
+    Raises ValueError for what the configuration cannot mean and AlreadyComplete where the run has ended, both before
+    anything is written; Preempted after SIGTERM and StoppedByMonitor when a limit was reached, when all is saved.
     """
     parts = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     output = Path(config.output)
@@ -49,8 +49,8 @@ def train(config: RunConfig) -> Path:
             trainer.fit(model, datamodule=data)
             if trainer.should_stop:
                 trainer.checkpoint_callback.raise_stop(trainer)
-            export(config, model, output / "checkpoint")
             export_reference(config, model, trainer)
+            export(config, model, output / "checkpoint")  # last: with it there, the run is complete
         except SystemExit as end:
             if isinstance(end.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit code 1
                 raise end.__context__ from None

@@ -69,7 +69,7 @@ def test_what_the_seeds_do_not_support_is_not_called() -> None:
     }
     rows = {row.variant: row for row in compare(values, "baseline")}
     assert {name: row.verdict for name, row in rows.items()} == {
-        "baseline": "", "steady": "higher", "noisy": "not told apart", "worse": "lower"
+        "baseline": "", "steady": "higher", "noisy": "inconclusive", "worse": "lower"
     }  # fmt: skip
     # Unpaired, the intervals of baseline and "steady" overlap wholly: the wrong way sees nothing.
     assert rows["steady"].own.low < rows["baseline"].own.mean < rows["steady"].own.high
@@ -79,9 +79,9 @@ def test_what_the_seeds_do_not_support_is_not_called() -> None:
     assert rows["steady"].difference.low == pytest.approx(differences.mean() - half, rel=1e-5)
     assert rows["baseline"].difference is None
     few = {name: {seed: own[seed] for seed in (0, 1)} for name, own in values.items()}
-    assert {row.verdict for row in compare(few, "baseline")} == {"", "not told apart"}
+    assert {row.verdict for row in compare(few, "baseline")} == {"", "inconclusive"}
     missing = compare({"baseline": {0: 1.0}, "other": {1: 2.0}}, "baseline")[1]
-    assert (missing.difference, missing.verdict, missing.seeds) == (None, "not told apart", 0)
+    assert (missing.difference, missing.verdict, missing.seeds) == (None, "inconclusive", 0)
 
 
 def test_chance_is_called_a_difference_in_one_ablation_of_twenty() -> None:
@@ -150,7 +150,7 @@ def test_runs_are_kept_and_compared(tmp_path: Path, monkeypatch, capsys) -> None
     assert len(started) == 7 and started[-1] == (0, 3.0)
     text = capsys.readouterr().out
     assert text.count(": kept") == 5
-    assert "The seeds support: success is higher with advantage.clip=3." in text
+    assert "Significant over these seeds: success is higher with advantage.clip=3." in text
     assert (tmp_path / "out" / "ablation.md").read_text() in text
     results = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert len(results) == 6 and results[0]["cost"]["tokens"] == 7

@@ -67,14 +67,14 @@ def test_what_is_wrong_with_a_reward_is_told() -> None:
     assert findings(sound) == []
     assert "from min to max" in as_table(sound) and "shaping.polite" in as_table(sound)
     flat = findings(reward_terms([row(0.5)] * 4, config))
-    assert flat == ["reward is 0.5 on every sample: no advantage differs from 0, nothing is learnt"]
+    assert flat == ["reward is 0.5 on every sample: every advantage is 0, no gradient"]
     long = findings(reward_terms([row(i, 10 * i) for i in range(6)], config))
-    assert long == ["reward correlates with length by +1.00: it pays for length, not for the task"]
+    assert long == ["reward correlates with length by +1.00: it rewards length, not the task"]
     loud = findings(reward_terms([row(i % 2, polite=float(i // 2 % 2)) for i in range(40)], config))
-    assert loud == ["shaping.polite varies more than the reward (5 against 0.5): it decides"]
+    assert loud == ["shaping.polite varies more than the reward (5 against 0.5): it dominates"]
     far = findings(reward_terms([row(0.0)] * 20 + [row(100.0)], config))
     assert far == [
-        "reward has 1 outlier(s), the farthest 100 at sample 20, with a median of 0: clip it, or "
+        "reward has 1 outlier(s), the largest 100 at sample 20, with a median of 0: clip it, or "
         "algorithm.settings.normalisation=quantile"
     ]
 

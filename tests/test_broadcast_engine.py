@@ -123,7 +123,7 @@ def test_one_server_of_another_model(servers: list[StandIn], tmp_path: Path) -> 
         assert held(servers[0])["sums"] == [pytest.approx({"a": 12.0, "b": float(BIG), "w": 32.0})]
         assert [s["a"] for s in held(servers[1])["sums"]] == [18.0, 18.0]
         assert engine.version == 2 and await versions(engine) == {2}
-        assert engine.faults["servers_fallen"] == 1
+        assert engine.faults["servers_lost"] == 1
 
     run(servers, story)
 

@@ -220,7 +220,10 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_imported(tmp_path: Pa
     ("error", "said"),
     [
         (NotSaved("the checkpoint of step 8 could not be written"), "the checkpoint of step 8 could not be written"),
-        (OSError(errno.ENOSPC, "No space left on device"), "no space is left ([Errno 28] No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "no space left on device ([Errno 28] No space left on device",
+        ),
     ],
 )
 def test_a_full_disk_is_one_line(flashrl, error, said: str, model: Path, tmp_path: Path, monkeypatch) -> None:

@@ -190,8 +190,8 @@ def _broken(root: Path, kind: str, source: Path) -> Path:
 
 
 REFUSED = {
-    "truncated": r"model.safetensors is not a whole safetensors file",
-    "corrupt": r"model.safetensors is not a whole safetensors file",
+    "truncated": r"model.safetensors is not a complete safetensors file",
+    "corrupt": r"model.safetensors is not a complete safetensors file",
     "extra": "holds 'model.layers.0.self_attn.o_proj.bias', which no parameter of the model takes",
     "lacking": "holds no tensor 'model.norm.weight'",
     "lost": "model.layers.1.mlp.down_proj.weight of ",

@@ -16,6 +16,7 @@ import pytest
 from nemo_flashrl.cli import main
 from nemo_flashrl.doctor.examine import RULES, as_text, examine
 from nemo_flashrl.run.jsonl import append_json_lines
+from nemo_flashrl.metrics.table import with_new_names
 from nemo_flashrl.run.record import RunRecord
 
 RUNS = Path(__file__).parent / "recordings"
@@ -45,21 +46,26 @@ RECORDED = {  # rule -> the run in which it has to fire
     "entropy_collapse": "one_answer_for_all",
 }
 WRITTEN = {  # rule -> (numbers of the last five steps, settings)
-    "not_finite": ({"gradient_norm": None}, {}),  # Megatron ends a run at the first such gradient, before its line
+    "not_finite": ({"grad_norm": None}, {}),  # Megatron ends a run at the first such gradient, before its line
     "memory_full": (
         {"memory_peak_gib": 77.0, "memory_total_gib": 79.0},
         {},
     ),  # others need this memory
     "fragmentation": ({"memory_retries": 3.0}, {}),  # a GPU's allocator retries; a CPU has none
-    "recompute_missing": ({"recompute_in_force": 0.0}, {"recompute": "full"}),  # this package's models do recompute
-    "flash_attention_missing": ({"flash_attention_in_force": 0.0}, {}),  # a CPU has none, and a run there says nothing
+    "recompute_missing": ({"recompute_active": 0.0}, {"recompute": "full"}),  # this package's models do recompute
+    "flash_attention_missing": ({"flash_attention_active": 0.0}, {}),  # a CPU has none, and a run there says nothing
 }
 
 
-def recorded(name: str) -> RunRecord:
+def lines_of(name: str) -> list[dict]:
+    """As version 0.1.0 wrote them; the first holds the configuration."""
     with gzip.open(RUNS / f"{name}.jsonl.gz", "rt") as file:
-        first, *steps = map(json.loads, file)
-    return RunRecord(RUNS / name, steps, first["configuration"])
+        return list(map(json.loads, file))
+
+
+def recorded(name: str) -> RunRecord:
+    first, *steps = lines_of(name)
+    return RunRecord(RUNS / name, [with_new_names(step) for step in steps], first["configuration"])
 
 
 def fired(run: RunRecord) -> dict[str, str]:
@@ -97,14 +103,20 @@ def test_evidence_names_metric_and_steps() -> None:
     text = as_text(recorded("reward_scale_jumps"), examine(recorded("reward_scale_jumps")))
     assert "advantage_std goes from" in text
     assert "at step 16" in text
-    assert "change    keep the reward's scale fixed" in text
+    assert "change    keep the reward scale fixed" in text
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:
-    for name, code, words in (("healthy", 0, "no rule fires"), ("one_turn", 1, "Many episodes end at a limit")):
+    for name, code, words in (
+        ("healthy", 0, "no rule fires"),
+        ("one_turn", 1, "Many episodes end at a limit (truncated)"),
+        ("trainer_is_slow", 1, "rollout_idle_seconds_during_training is "),  # named otherwise in the recording
+    ):
         folder = tmp_path / name
         folder.mkdir()
-        append_json_lines(folder / "metrics.jsonl", recorded(name).steps)
+        first, *steps = lines_of(name)
+        (folder / "config.yaml").write_text(json.dumps(first["configuration"]))  # JSON is YAML too
+        append_json_lines(folder / "metrics.jsonl", steps)
         assert main(["doctor", str(folder)]) == code
         assert words in capsys.readouterr().out
     assert main(["doctor", str(tmp_path)]) == 2

@@ -31,12 +31,13 @@ def start() -> Iterator[Callable[..., RolloutDriver]]:
     drivers = []
 
     def start(
-        engine: Any = None, make_environment: Any = None, *, lag: int = 0, uses: int = 1, **settings: Any
+        engine: Any = None, make_environment: Any = None, *, lag: int = 0, updates_per_batch: int = 1, **settings: Any
     ) -> RolloutDriver:
         engine = engine or ScriptedEngine(GET)
         make_environment = make_environment or (lambda: ScriptedEnvironment([DONE]))
         settings = {"batch_size": 4, "max_in_flight": 4, **settings}
-        drivers.append(RolloutDriver(engine, collector(engine, make_environment, **settings), lag=lag, uses=uses))
+        driven = collector(engine, make_environment, **settings)
+        drivers.append(RolloutDriver(engine, driven, lag=lag, updates_per_batch=updates_per_batch))
         return drivers[-1]
 
     yield start
@@ -54,7 +55,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 def test_a_batch_is_used_as_often_as_asked(start) -> None:
     """Three steps on each batch: ages 0, 1, 2; its prompts are done with the last. Drops and ends are counted once."""
-    driver, seen = start(uses=3), []
+    driver, seen = start(updates_per_batch=3), []
     for version in range(5):
         driver.load_weights([], version)
         batch = driver.collect(version)
@@ -110,7 +111,7 @@ def test_rollouts_go_on_while_the_trainer_trains_and_wait_for_it_at_last(start) 
     following = driver.collect(1)
     assert set(numbers(following)) <= set(unfinished)
     assert following.metrics["queue_depth"] == state["position"] - 8 - following.metrics["episodes_in_flight"]
-    assert following.metrics["rollouts_wait_seconds"] >= 0.05
+    assert following.metrics["rollout_idle_seconds_during_training"] >= 0.05
     assert following.metrics["staleness_1"] == 1.0
     assert following.metrics["total_trajectories_trained"] == 4
     resumed = start(max_in_flight=6, streaming=True)
@@ -133,16 +134,16 @@ def test_faults_of_a_step(start) -> None:
     """What a caller gets is new since its last call, through an engine around the engine too."""
     inner = ScriptedEngine(GET)
     driver = start(DrainingEngine(inner))
-    assert driver.faults() == {"servers_fallen": 0, "rollout_faults": 0}
-    inner.faults.update({"servers_fallen": 1, "dead": 3, "sync_probe": 2})
+    assert driver.faults() == {"servers_lost": 0, "rollout_faults": 0}
+    inner.faults.update({"servers_lost": 1, "dead": 3, "sync_probe": 2})
     assert driver.faults() == {
-        "servers_fallen": 1,
+        "servers_lost": 1,
         "rollout_faults": 5,
         "rollout_faults_dead": 3,
         "rollout_faults_sync_probe": 2,
     }
     inner.faults["dead"] += 4
-    assert driver.faults() == {"servers_fallen": 0, "rollout_faults": 4, "rollout_faults_dead": 4}
+    assert driver.faults() == {"servers_lost": 0, "rollout_faults": 4, "rollout_faults_dead": 4}
 
 
 class SlowEngine(ScriptedEngine):
@@ -323,7 +324,7 @@ def test_what_hangs_does_not_keep_the_run_from_ending(start, monkeypatch, capsys
     asked.start()
     until(lambda: driver.engine.requests)
     driver.close()
-    assert "does not let go of its thread" in capsys.readouterr().err
+    assert "blocks the rollout thread; abandoning it" in capsys.readouterr().err
     release.set()
     end_what_was_left_behind(driver)
 
@@ -361,6 +362,6 @@ def test_a_blocked_loop_does_not_keep_collect_from_being_stopped(start, monkeypa
     assert driver.state_dict() == finished
     assert finished["prompts"]["unfinished"] == []
     driver.close()
-    assert "does not let go of its thread" in capsys.readouterr().err
+    assert "blocks the rollout thread; abandoning it" in capsys.readouterr().err
     release.set()
     end_what_was_left_behind(driver)

@@ -118,7 +118,7 @@ def rewarding(*rewards: float) -> Collector:
         batch_size=4,
         group_size=2,
         max_in_flight=4,
-        tied_group_replacements=2,
+        dynamic_sampling_max_groups=2,
     )
 
 

@@ -54,7 +54,7 @@ def test_the_sampler_has_what_the_trainer_computes(run: Path) -> None:
     steps = read_json_lines(run / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["logprob_difference_max"] < 1e-4 for step in steps)
-    assert all(step["gradient_norm"] > 0 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
 
 
 def test_exports_of_the_checkpoint(run: Path, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_plain_lines_come_at_their_interval() -> None:
     assert steps == [1, *range(4, 50, 3), 50]  # 2 s a step: every third is 6 s after the one before
     assert "4.2k tokens/s" in lines[0]
     assert "75% rollouts" in lines[0]
-    assert "left 1:38" in lines[0]  # 49 steps of 2 s
+    assert "ETA 1:38" in lines[0]  # 49 steps of 2 s
 
 
 def test_a_terminal_has_one_line_that_says_what_it_waits_for(monkeypatch) -> None:

@@ -48,7 +48,7 @@ BAD = {
     "advantage_jump": (2.0, {**CALM, "group_advantage_std": 3.0}, {**CALM, "group_advantage_std": 1.9}),
     "unique_samples": (0.6, {**CALM, "unique_sample_share": 0.5}, {**CALM, "unique_sample_share": 0.7}),
     "distinct_answers": (2.0, {**CALM, "group_distinct_answers": 1.0}, {**CALM, "group_distinct_answers": 2.0}),
-    "selected": (0.3, {**CALM, "selected_share": 0.2}, {**CALM, "selected_share": 0.4}),
+    "effective_fraction": (0.3, {**CALM, "effective_fraction": 0.2}, {**CALM, "effective_fraction": 0.4}),
     "entropy": (0.1, {**CALM, "sampled_entropy": 0.05}, {**CALM, "sampled_entropy": 0.2}),
     "length_trend": (1.2, {**CALM, "response_tokens": 100.0}, {**CALM, "response_tokens": 21.0}),
     "repeated_tokens": (0.3, {**CALM, "repeated_token_share": 0.4}, {**CALM, "repeated_token_share": 0.2}),
@@ -66,7 +66,7 @@ def test_a_limit_stops_after_as_many_steps_in_a_row(field: str) -> None:
     assert monitors.reason == ""  # never two in a row
     monitors = Monitors({"patience": 2, field: limit})
     feed(monitors, *calm, bad, bad)
-    assert f"monitors.{field}={limit:g} for 2 steps, the last of them step {steps + 2}; change: " in monitors.reason
+    assert f"monitors.{field}={limit:g} for 2 consecutive steps, up to step {steps + 2}; change: " in monitors.reason
     off = Monitors({"patience": 2, field: None})
     feed(off, *calm, bad, bad)
     assert off.reason == ""
@@ -161,8 +161,8 @@ def test_a_reached_limit_ends_the_run_with_a_checkpoint(model, tmp_path) -> None
     ]  # fmt: skip
     limits = ["monitors.unique_samples=0.9", "monitors.patience=2"]
     said = run_ranks(1, "training", "rehearsal", f"output={run}", *settings, *limits, exit_codes=(EXIT_MONITOR,))
-    assert "stopped by a monitor after step 2 of 4: unique_sample_share=" in said
-    assert "is below monitors.unique_samples=0.9 for 2 steps" in said
+    assert "stopped by monitors after step 2 of 4: unique_sample_share=" in said
+    assert "is below monitors.unique_samples=0.9 for 2 consecutive steps" in said
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step=2"]
     assert not (run / "preempted").exists() and not (run / "checkpoint").exists()  # no requeue, no export
     run_ranks(1, "training", "rehearsal", f"output={run}", *settings)
@@ -202,5 +202,5 @@ def test_techniques_of_different_rooms_train_together(model, tmp_path) -> None:
     advantages = [r["advantage"] for r in read_json_lines(run / "trajectories.jsonl") if r["advantage"] is not None]
     assert max(map(abs, advantages)) == 0.5  # the clip
     assert {"kl", "length_penalty", "length_trend"} <= lines[-1].keys()
-    assert all(line["selected_share"] == line["effective_samples"] / 16 for line in lines)
+    assert all(line["effective_fraction"] == line["effective_samples"] / 16 for line in lines)
     assert json.dumps(lines[-1]["total_trajectories_trained"]) == "32.0"

@@ -22,7 +22,7 @@ def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
     """Exit code, and name -> state of the lines."""
     code = main(["doctor", "env", *arguments])
     page = capsys.readouterr().out
-    return code, {name.strip(): state for state, name in re.findall(r"^  (ok|--|NOT) +(.{20})", page, re.M)}
+    return code, {name.strip(): state for state, name in re.findall(r"^  (OK|WARN|FAIL) +(.{20})", page, re.M)}
 
 
 def test_this_machine_is_fit_for_the_rehearsal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -36,24 +36,24 @@ def test_this_machine_is_fit_for_the_rehearsal(capsys: pytest.CaptureFixture[str
 def test_a_job_for_gpus_is_refused_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     code, states = look(capsys, "llama3_70b", "cluster.gpus_per_node=64")
     assert code == 1
-    assert states["GPUs"] == "NOT"
+    assert states["GPUs"] == "FAIL"
 
 
 def test_an_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     code, states = look(capsys, "rehearsal", "output=/proc/run")
-    assert (code, states["output"]) == (1, "NOT")
+    assert (code, states["output"]) == (1, "FAIL")
 
 
 def test_a_disk_of_one_node_is_no_output_for_several(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     states = look(capsys, "rehearsal", f"output={tmp_path / 'run'}", "cluster.nodes=2")[1]
-    assert states["output"] == "NOT"
+    assert states["output"] == "FAIL"
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         states = look(capsys, "rehearsal", f"rollout.servers=[http://localhost:{port}]", "rollout.engine=vllm")[1]
-    assert states[f"port {port}"] == "--"
+    assert states[f"port {port}"] == "WARN"
 
 
 def test_a_variable_that_the_node_sets_otherwise(
@@ -62,7 +62,7 @@ def test_a_variable_that_the_node_sets_otherwise(
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     states = look(capsys, "llama3_70b")[1]
-    assert states["NCCL_NVLS_ENABLE"] == "--"
+    assert states["NCCL_NVLS_ENABLE"] == "WARN"
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in states  # as asked
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_flashrl.config import load, quoted
+from nemo_flashrl.config import load, load_saved, quoted, read_plain
+from nemo_flashrl.config.renamed import RENAMED
 
 GIVEN = ["output=runs/first", "model.path=here"]
 
@@ -32,13 +33,16 @@ def test_quotes_are_hydras() -> None:
 
 
 REFUSED = {  # override -> how the line begins and ends
-    "rollout.stop=[)]": ("rollout.stop=[)]: cannot be read; quote", """ 'rollout.stop=[")"]'"""),
-    "environment.settings.file=ü": ("environment.settings.file=ü: cannot", " \"environment.settings.file='ü'\""),
-    "trainer.steps=1,2": ("trainer.steps=1,2: must be one int", "int"),
-    "rollout.episode_timeout=a(b": ("rollout.episode_timeout=a(b: must be one float", "float | None"),
-    "model=3": ("model=3: must be one of llama3_70b, ", ", tiny; a field of it is set by model.FIELD=..."),
+    "rollout.stop=[)]": ("rollout.stop=[)]: cannot be parsed; quote", """ 'rollout.stop=[")"]'"""),
+    "environment.settings.file=ü": (
+        "environment.settings.file=ü: cannot be parsed",
+        " \"environment.settings.file='ü'\"",
+    ),
+    "trainer.steps=1,2": ("trainer.steps=1,2: must be a single int", "int"),
+    "rollout.episode_timeout=a(b": ("rollout.episode_timeout=a(b: must be a single float", "float | None"),
+    "model=3": ("model=3: must be one of llama3_70b, ", ", tiny; set one of its fields with model.FIELD=..."),
     "algorithm=ppo": ("algorithm=ppo: must be one of flash_reinforce, ", "algorithm.FIELD=..."),
-    "+model=ü": ("+model=ü: cannot be read", "\"+model='ü'\""),
+    "+model=ü": ("+model=ü: cannot be parsed", "\"+model='ü'\""),
 }
 
 
@@ -74,3 +78,24 @@ def test_what_a_command_does_not_need_may_be_missing(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "output: there\nmodel: {path: here}\n")
     config = load(str(file), unneeded=("output", "model.path"))
     assert (config.output, config.model.path) == ("there", "here")
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+@pytest.mark.parametrize("as_override", [False, True], ids=["file", "override"])
+def test_a_renamed_key_is_refused_with_its_new_name(tmp_path: Path, old: str, new: str, as_override: bool) -> None:
+    section, field = old.split(".")
+    file = tmp_path / "run.yaml"
+    file.write_text("environment: {name: openenv}\n" + ("" if as_override else f"{section}: {{{field}: 2}}\n"))
+    given = [*GIVEN, f"{old}=2"] if as_override else GIVEN
+    with pytest.raises(ValueError) as refusal:
+        load(str(file), given)
+    assert str(refusal.value) == f"{file}: {old} is now {new}"
+
+
+def test_the_record_of_a_run_is_read_with_renamed_keys() -> None:
+    """Version 0.1.0 wrote `clip_gradient: 1.0` there: the run can be resumed, and reports find the value."""
+    file = Path(__file__).parent / "fixtures" / "run" / "config.yaml"
+    assert "clip_gradient: 1.0" in file.read_text()
+    assert load_saved(file).optimizer.max_grad_norm == 1.0
+    assert read_plain(file)["optimizer"]["max_grad_norm"] == 1.0
+    assert "clip_gradient" not in read_plain(file)["optimizer"]

@@ -79,22 +79,28 @@ def test_a_sound_one() -> None:
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"tasks": classmethod(lambda *_: None)}, "tasks returns a NoneType: it has to have a length and an index, a"),
-        ({"tasks": classmethod(lambda *_: iter([]))}, "tasks returns a list_iterator: it has to have a length"),
+        ({"tasks": classmethod(lambda *_: None)}, "tasks returns a NoneType: it must have __len__ and __getitem__"),
+        ({"tasks": classmethod(lambda *_: iter([]))}, "tasks returns a list_iterator: it must have __len__"),
         ({"tasks": classmethod(lambda *_: 1 // 0)}, "tasks: ZeroDivisionError: integer division or modulo by zero"),
         ({"tasks": classmethod(lambda *_: [])}, "there are no tasks: the prompt set is empty"),
         ({"__init__": lambda *_: 1 // 0}, "__init__: ZeroDivisionError: integer division or modulo by zero"),
         (answers([]), "reset of task 0: TypeError: the prompt is an empty list, not a list of messages like"),
         (answers("Q"), "reset of task 0: TypeError: the prompt is a str, not a list of messages like {'role': 'user'"),
-        (answers([{"role": "user"}]), "reset of task 0: TypeError: the prompt holds {'role': 'user'}, and has to be"),
+        (answers([{"role": "user"}]), "reset of task 0: TypeError: the prompt holds {'role': 'user'}, and must be"),
         ({"reset": fail}, "reset of task 0: OSError: busy"),
-        ({"reset": hang}, "reset of task 0: no answer in 0.2 s (rollout.step_timeout)"),
+        ({"reset": hang}, "reset of task 0: timed out after 0.2 s (rollout.step_timeout)"),
         ({"close": fail}, "close after task 0: OSError: busy"),
-        ({"close": hang}, "close after task 0: no answer in 0.2 s (rollout.step_timeout)"),
+        ({"close": hang}, "close after task 0: timed out after 0.2 s (rollout.step_timeout)"),
         ({"reset": fail, "close": hang}, "reset of task 0: OSError: busy"),
-        ({"reset": block}, "reset of task 0 blocks its thread for more than 0.4 s (rollout.step_timeout=0.2): wait w"),
-        ({"close": block}, "close after task 0 blocks its thread for more than 0.4 s (rollout.step_timeout=0.2): wait"),
-        ({"Settings": None}, "Settings is no dataclass"),
+        (
+            {"reset": block},
+            "reset of task 0 blocks the event loop for more than 0.4 s (rollout.step_timeout=0.2): use await",
+        ),
+        (
+            {"close": block},
+            "close after task 0 blocks the event loop for more than 0.4 s (rollout.step_timeout=0.2): use await",
+        ),
+        ({"Settings": None}, "Settings is not a dataclass"),
     ],
 )
 def test_what_it_does_wrong_is_one_line(members: dict, said: str, monkeypatch) -> None:
@@ -134,7 +140,7 @@ def test_held_out_tasks_are_looked_at_too(recwarn) -> None:
     with pytest.raises(ValueError, match=r"evaluation.settings=\{'num_tasks': 0\}: there are no tasks"):
         check("evaluation.every_steps=1", "evaluation.settings={num_tasks: 0}")
     check("evaluation.every_steps=1", "evaluation.settings={num_tasks: 1}")
-    assert "the first 1 held-out prompts are prompts of training" in str(recwarn.pop(UserWarning).message)
+    assert "the first 1 held-out prompts are also training prompts" in str(recwarn.pop(UserWarning).message)
 
     async def reset(self: Any, task: str) -> Any:
         return [{"role": "user", "content": "k " * 500 if task.split()[2] == "5" else task}]

@@ -87,8 +87,11 @@ def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     command = ["rehearse", "--experiment", "math_qwen2_5_1_5b", "--output", str(output), "cluster.gpus_per_node=1"]
     assert main(command) == 0, capsys.readouterr()
     page = capsys.readouterr().out
-    assert "ok  the job runs in this topology and takes every step (3 updates of 4 trajectories in 1 processes)" in page
-    assert "NOT" not in page
+    assert (
+        "OK   the job runs in this topology and completes every step (3 updates of 4 trajectories in 1 processes)"
+        in page
+    )
+    assert "FAIL" not in page
     assert "only the cluster can prove" in page
     assert [step["step"] for step in read_metrics(output / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert main(command) == 2  # never overwritten

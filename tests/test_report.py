@@ -51,7 +51,7 @@ def write_run(
                 **{"rollout_seconds": 5.0, "train_seconds": 4.0, "refit_seconds": 0.5, "step_seconds": 9.5},
                 **{"memory_peak_gib": 60.0, "memory_total_gib": 80.0, "padding_share": 0.03, "action_token_share": 0.4},
                 **{
-                    "gradient_norm": None if step == 3 else 0.5,
+                    "grad_norm": None if step == 3 else 0.5,
                     "episodes_done": 4.0,
                     "dropped_too_old": float(step % 3),
                 },
@@ -80,7 +80,7 @@ def test_seeds_of_one_configuration_are_one_curve(tmp_path: Path) -> None:
     data = page_data([*runs, other])
     assert data["groups"] == [{"name": "flash", "runs": [0, 1]}, {"name": "grpo-s0", "runs": [2]}]
     assert data["metrics"]["kl"]["unit"] == "nats"
-    assert data["runs"][0]["series"]["gradient_norm"][2] is None
+    assert data["runs"][0]["series"]["grad_norm"][2] is None
     assert data["runs"][0]["trajectories"]["sample"][:4] == [0, 1, -1, -1]
 
 

@@ -1,4 +1,4 @@
-"""What may be gone on with: output folders, complete and torn checkpoints, records that are cut back."""
+"""What may be resumed: output folders, complete and torn checkpoints, records that are cut back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from processes import run_ranks
 
 from nemo_flashrl.config import load
-from nemo_flashrl.run.folder import complete_checkpoints, cut_records, open_folder, record_files
 from nemo_flashrl.run.jsonl import append_json_line, read_json_lines
+from nemo_flashrl.run.folder import AlreadyComplete, complete_checkpoints, cut_records, open_folder, record_files
 
 HF_CONFIG = {"model_type": "qwen2", "vocab_size": 515, "hidden_size": 64, "num_hidden_layers": 2}
 
@@ -135,8 +135,11 @@ def test_a_complete_run_goes_on_only_when_it_is_made_longer(run: Path) -> None:
     (run / "checkpoint").mkdir()
     (run / "checkpoint" / "config.json").write_text(json.dumps({"whose": "the first 8 steps"}))
     write_checkpoint(run, 8)
-    with pytest.raises(ValueError, match="complete run of 8 steps: raise trainer.steps"):
+    with pytest.raises(AlreadyComplete) as complete:
         open_(run)
+    assert str(complete.value) == f"output={str(run)!r}: the run is complete (8 steps), its policy in {run}/checkpoint"
+    with pytest.raises(ValueError, match="holds a complete run of 8 steps: raise trainer.steps above 8 to resume"):
+        open_(run, "trainer.steps=6")
     open_(run, "trainer.steps=12").begin()
     assert json.loads((run / "checkpoint-8" / "config.json").read_text())["whose"] == "the first 8 steps"
     assert open_(run, "trainer.steps=12").step == 8
@@ -145,8 +148,20 @@ def test_a_complete_run_goes_on_only_when_it_is_made_longer(run: Path) -> None:
 def test_a_complete_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
     open_(tmp_path / "run").begin()
     (tmp_path / "run" / "checkpoint").mkdir()
-    with pytest.raises(ValueError, match="holds a complete run: choose another folder"):
+    with pytest.raises(AlreadyComplete):
+        open_(tmp_path / "run")
+    with pytest.raises(
+        ValueError, match="holds a complete run of 8 steps: it left no checkpoint: choose another folder"
+    ):
         open_(tmp_path / "run", "trainer.steps=100")
+
+
+def test_a_complete_run_whose_last_checkpoint_is_older_is_not_trained_again(run: Path) -> None:
+    """With checkpoint.every_steps=0 the last one is of a SIGTERM, step 4 here; the run went on to step 8."""
+    (run / "checkpoint").mkdir()
+    with pytest.raises(AlreadyComplete, match=r"complete \(8 steps\)"):
+        open_(run)
+    assert open_(run, "trainer.steps=12").step == 4
 
 
 HOLD = """
@@ -163,7 +178,7 @@ with locked(Path(sys.argv[1])):
 
 
 def test_one_run_at_a_time(run: Path) -> None:
-    """The second changes nothing; when the first is killed, the next goes on at once."""
+    """The second changes nothing; when the first is killed, the next resumes at once."""
     opened = open_(run)
     first = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -190,10 +205,15 @@ def test_one_run_at_a_time(run: Path) -> None:
         first.stdout.close()
 
 
-def test_what_is_read_is_read_again_when_the_folder_is_free(run: Path) -> None:
+@pytest.mark.parametrize("complete", [False, True])
+def test_what_is_read_is_read_again_when_the_folder_is_free(run: Path, complete: bool) -> None:
+    """This rank alone looks again: it fails, so that the others do not wait for it."""
     opened = open_(run)
-    write_checkpoint(run, 6)  # the other run's last
-    with pytest.raises(ValueError, match="another run has just ended there"), opened.held(by_this_rank=True):
+    if complete:
+        (run / "checkpoint").mkdir()
+    else:
+        write_checkpoint(run, 6)  # the other run's last
+    with pytest.raises(ValueError, match="another run has just ended there: rerun"), opened.held(by_this_rank=True):
         pytest.fail("it would cut step 6 off")
 
 
@@ -206,9 +226,7 @@ def test_a_folder_of_a_run_that_never_began_is_new(tmp_path: Path) -> None:
 
 def test_ranks_that_have_read_different_checkpoints_stop_together() -> None:
     said = run_ranks(2, "folder_steps", 3, 4)
-    line = (
-        "output='runs/first': its newest checkpoint is of step 4 to some processes and of step 3 to others: start again"
-    )
+    line = "output='runs/first': its newest checkpoint is of step 4 on some ranks and of step 3 on others: rerun"
     assert said.count(line) == 2
 
 
@@ -224,7 +242,7 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(run: Path, remains: bytes
     tensors.unlink() if remains is None else tensors.write_bytes(remains)
     with pytest.raises(ValueError) as refused, open_(run).held(by_this_rank=True):
         pytest.fail("it cannot be read")
-    remedy = "remove that folder to go on from step=4"
+    remedy = "remove that folder to resume from step=4"
     assert str(refused.value) == f"{newest} is damaged (weights/__0_0.distcp: {said}): {remedy}"
     shutil.rmtree(newest)
     with open_(run).held(by_this_rank=True):

@@ -23,7 +23,7 @@ from nemo_flashrl.records import Batch, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.groups import LongPrompts, PlaceClock, Siblings
+from nemo_flashrl.rollout.groups import LongPrompts, SlotClock, Siblings
 from nemo_flashrl.rollout.prompts import PromptStream
 
 GET = ids("get ( k 2 9 )")
@@ -89,13 +89,12 @@ def test_a_task_that_cannot_be_read_is_one_failed_episode(capsys) -> None:
     assert (batch.metrics["episodes_environment_error"], batch.metrics["dropped_empty"]) == (1, 1)
     assert len({*range(13)} - {*numbers(batch)}) == 1
     assert (
-        "failed and is left out: tasks[9]: OSError: page 9 is torn; dropped_empty counts such"
-        in capsys.readouterr().err
+        "failed and is dropped: tasks[9]: OSError: page 9 is torn; counted in dropped_empty" in capsys.readouterr().err
     )
 
 
 def test_a_service_that_is_down_for_a_while_costs_few_prompts(capsys) -> None:
-    """Each `reset` fails for 1.5 s; without a rest, thousands would have failed by then and ended the run."""
+    """Each `reset` fails for 1.5 s; without backoff, thousands would have failed by then and ended the run."""
     back: list[float] = []
 
     class Down(ScriptedEnvironment):
@@ -314,16 +313,16 @@ def test_metrics_by_hand() -> None:
     assert metrics["rollout_tokens_per_second"] == pytest.approx(rate)
 
 
-def test_places_by_hand() -> None:
-    """Four places: a batch is asked for, all are filled for 10 s, one for 2 s more; then 6 s of training, all empty."""
-    clock = PlaceClock(4, now=100.0)
+def test_idle_slots_by_hand() -> None:
+    """Four slots: a batch is asked for, all are busy for 10 s, one for 2 s more; then 6 s of training, all idle."""
+    clock = SlotClock(4, now=100.0)
     for now, running, asked in [(100, 4, True), (110, 1, True), (112, 0, False), (118, 4, True)]:
         clock.update(now, running=running, asked=asked)
     numbers = clock.take()
     assert numbers == {
         "rollout_seconds": 12,
-        "rollouts_wait_seconds": 4 * 6 / 4,
-        "rollout_empty_seconds": (3 * 2 + 4 * 6) / 4,
+        "rollout_idle_seconds_during_training": 4 * 6 / 4,
+        "rollout_idle_seconds": (3 * 2 + 4 * 6) / 4,
         "between_batches_seconds": 18,
     }
     assert set(clock.take().values()) == {0}

@@ -71,7 +71,7 @@ def test_sigterm_while_an_environment_blocks_the_event_loop(model: Path, tmp_pat
         tmp_path, model, "environment.settings.blocks=true", strike=signal.SIGTERM, exit_codes=(EXIT_PREEMPTED,)
     )
     assert "stopped by SIGTERM after step 1 of 6" in said
-    assert "does not let go of its thread" in said
+    assert "blocks the rollout thread; abandoning it" in said
     assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
 
 

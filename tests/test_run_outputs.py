@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from tiny import random_trajectories
 
+from nemo_flashrl.run.jsonl import append_json_line, append_json_lines, read_metrics
+from nemo_flashrl.metrics.table import RENAMED, find_metric
 from nemo_flashrl.metrics.step import policy_metrics, trajectory_metrics
+from nemo_flashrl.report.run_data import page_data
+from nemo_flashrl.run.record import read_run
 from nemo_flashrl.records import Batch
 from nemo_flashrl.rehearsal.summary import draw_curve
 from nemo_flashrl.rollout.driver import RolloutDriver
@@ -33,6 +37,13 @@ def test_a_line_torn_by_a_kill_costs_itself_alone(tmp_path: Path) -> None:
     append_json_line(file, {"step": 2, "loss": 9.0})  # a restarted run does step 2 again
     append_json_line(file, {"step": 3})
     assert read_metrics(file) == [{"step": 1}, {"step": 2, "loss": 9.0}, {"step": 3}]
+
+
+def test_metrics_of_an_earlier_version_are_read_under_their_new_names(tmp_path: Path) -> None:
+    append_json_line(tmp_path / "metrics.jsonl", {"step": 1, "loss": 0.5, **dict.fromkeys(RENAMED, 2.0)})
+    assert read_run(tmp_path).steps == [{"step": 1, "loss": 0.5, **dict.fromkeys(RENAMED.values(), 2.0)}]
+    assert not set(RENAMED) & set(page_data([tmp_path])["runs"][0]["series"])
+    assert all(find_metric(name).name == name for name in RENAMED.values())
 
 
 class Collector:

@@ -162,7 +162,7 @@ def test_killed_server_costs_nothing_but_its_requests(pair: list[StandIn]) -> No
         for generation in await asyncio.gather(*requests):
             check(generation, sampling)
         assert pair[1].counts()["/inference/v1/generate"] - before == 16
-        assert over.faults["servers_fallen"] == 1
+        assert over.faults["servers_lost"] == 1
 
     run(over, story())
 
@@ -188,7 +188,7 @@ def test_killed_server_costs_no_episode(pair: list[StandIn]) -> None:
             batch = await batches if first == 0 else await plays.collect(0)
             assert numbers(batch) == list(range(first, first + 12))
             assert {(t.turns, t.end_reason) for t in batch.trajectories} == {(3, "done")}
-        assert over.faults["servers_fallen"] == 1 and over.faults.total() > 3
+        assert over.faults["servers_lost"] == 1 and over.faults.total() > 3
         await plays.close()
 
     run(over, story())
@@ -205,7 +205,7 @@ def test_hung_server_is_left(pair: list[StandIn]) -> None:
                 check(generation, Sampling())
         finally:
             pair[0].signal(signal.SIGCONT)
-        assert over.faults["servers_fallen"] == 1
+        assert over.faults["servers_lost"] == 1
 
     run(over, story())
 
@@ -273,7 +273,7 @@ def test_a_sync_waits_for_a_server_that_fell_meanwhile(pair: list[StandIn], capf
         assert set(generation.versions) == {6}
 
     run(over, story())
-    assert f"{pair[0].url} has come back and is used again" in capfd.readouterr().err
+    assert f"{pair[0].url} is up again, back in the pool" in capfd.readouterr().err
 
 
 def test_a_sync_without_servers_is_an_error_in_time(pair: list[StandIn]) -> None:
@@ -335,7 +335,7 @@ def test_sync_is_tried_again_and_probed(pair: list[StandIn]) -> None:
         assert over.faults == {"sync_status": 1}
         pair[0].behave(off=1.0)
         await over.load_weights(weights(0.0, 2), 2)
-        assert over.faults == {"sync_status": 1, "sync_probe": 3, "servers_fallen": 1}
+        assert over.faults == {"sync_status": 1, "sync_probe": 3, "servers_lost": 1}
         before = pair[0].counts()["/inference/v1/generate"]
         for generation in await asyncio.gather(*(over.generate([1], Sampling()) for _ in range(4))):
             check(generation, Sampling(), np.zeros(V, np.float32), version=2)

@@ -28,24 +28,24 @@ def settings(model: Path, tmp_path: Path, *overrides: str) -> config.RunConfig:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.engine=vllm"], r"rollout.servers=\[\].*engine=vllm needs the URL of one server"),
+        (["rollout.engine=vllm"], r"rollout.servers=\[\].*engine=vllm needs the URL of at least one server"),
         (["rollout.engine=sglang"], r"rollout.servers=\[\].*engine=sglang"),
-        (["rollout.servers=[http://a:1]"], "engine=transformers asks none"),
-        (["rollout.engine=vllm", "rollout.servers=['a:1']"], "'a:1' is no URL"),
-        (["rollout.engine=vllm", "rollout.servers=[http://a:1,http://a:1/]"], "each server once"),
-        (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.temperature=3"], "vLLM samples at 2 at most"),
+        (["rollout.servers=[http://a:1]"], "engine=transformers uses none"),
+        (["rollout.engine=vllm", "rollout.servers=['a:1']"], "'a:1' is not a URL"),
+        (["rollout.engine=vllm", "rollout.servers=[http://a:1,http://a:1/]"], "a server is named twice"),
+        (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.temperature=3"], "vLLM allows at most 2"),
         (["rollout.engine=vllm", "rollout.servers=[http://a:1]", "rollout.weights_folder=/no/such"], "weights_folder"),
         (
             ["rollout.weight_transfer=broadcast", "rollout.engine=sglang", "rollout.servers=[http://a:1]"],
-            "weight_transfer=broadcast: rollout.engine=sglang knows file alone; set it to file, .*engine to vllm",
+            "weight_transfer=broadcast: rollout.engine=sglang supports only file; set it to file, .*engine to vllm",
         ),
         (
             ["rollout.weight_transfer=broadcast"],
-            "weight_transfer=broadcast: rollout.engine=transformers knows file alone; set it to file",
+            "weight_transfer=broadcast: rollout.engine=transformers supports only file; set it to file",
         ),
         (
             ["rollout.weight_transfer=adapter", "rollout.engine=vllm", "rollout.servers=[http://a:1]"],
-            "weight_transfer=adapter: lora.rank=0 trains no adapter; set a rank, or it to file",
+            "weight_transfer=adapter: lora.rank=0 trains no adapter; set a rank, or transfer by file",
         ),
     ],
 )

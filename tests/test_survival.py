@@ -96,7 +96,7 @@ def test_stopped_and_resumed_is_as_straight(model: Path, tmp_path: Path, process
         assert (tensor - resumed[name]).abs().max() <= tolerance, name
     lines, again = metrics(tmp_path / "whole"), metrics(tmp_path / "halves")
     assert [line["step"] for line in again] == list(range(1, 11))
-    assert sum(line["gradient_norm"] > 0 for line in lines) > 5
+    assert sum(line["grad_norm"] > 0 for line in lines) > 5
     for name, value in lines[9].items():
         if isinstance(value, int | float):
             assert again[9][name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
@@ -184,6 +184,22 @@ def test_sigterm_to_one_rank_saves_on_all(model: Path, straight: Path, tmp_path:
     assert not (run / "preempted").exists()
 
 
+def test_a_complete_run_that_is_started_again_is_a_success(model: Path, tmp_path: Path) -> None:
+    """As a job that was requeued after its last step: under torchrun too, said once, nothing changed."""
+    run = tmp_path / "run"
+    options = ("parallel.tensor=2", "checkpoint.every_steps=0")
+    train(run, model, 1, *options, processes=2)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    command += ["nemo_flashrl.cli", "train", "rehearsal", *settings(run, model, 1, *options)]
+    again = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == (
+        f"flashrl train: output='{run}': the run is complete (1 steps), its policy in {run}/checkpoint\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
 def test_sigterm_ends_the_wait_for_servers(model: Path, tmp_path: Path) -> None:
     """Two ranks: one waits for a server that never says that it is well, the other for the first."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -208,7 +224,7 @@ def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(model: Path, stra
     assert "flashrl train: the checkpoint of step 8 could not be written" in said
     assert "Traceback" not in said
     assert "File too large" in said
-    assert "the one of step 4 is complete and stays" in said
+    assert "the checkpoint of step 4 is complete and is kept" in said
     assert list(complete_checkpoints(run / "checkpoints")) == [4]
     train(run, model, 8, *options)
     assert list(complete_checkpoints(run / "checkpoints")) == [8]

@@ -206,10 +206,10 @@ def test_a_broken_load_leaves_the_old_weights(warm: Path, other: PreTrainedModel
 
     name, tensor = good[5]
     broken = {
-        f"{good[0][0]} did not come": good[1:],
-        f"{good[3][0]} and 2 more did not come": good[:3] + good[6:],
+        f"missing tensor {good[0][0]}": good[1:],
+        f"missing tensor {good[3][0]} and 2 more": good[:3] + good[6:],
         "no tensor named model.extra": [*good, ("model.extra", torch.zeros(2))],
-        f"{name} came twice": [*good, (name, tensor)],
+        f"duplicate tensor {name}": [*good, (name, tensor)],
         re.escape(f"{name} has shape (3,), the model's is {tuple(tensor.shape)}"): [
             (n, torch.zeros(3) if n == name else t) for n, t in good
         ],

@@ -135,5 +135,5 @@ def test_what_it_does_not_go_with() -> None:
         load("rehearsal", [*base, "advantage.turn_coefficient=1"])
     with pytest.raises(ValueError, match="the same for all of a group of flash_reinforce and changes nothing"):
         check_groups(load("rehearsal", base), group_size=8)
-    with pytest.raises(ValueError, match="rollout.tied_group_replacements=2: flash_reinforce has no groups; set 0"):
-        check_groups(load("rehearsal", [*base, "rollout.tied_group_replacements=2"]), group_size=1)
+    with pytest.raises(ValueError, match="rollout.dynamic_sampling_max_groups=2: flash_reinforce has no groups; set 0"):
+        check_groups(load("rehearsal", [*base, "rollout.dynamic_sampling_max_groups=2"]), group_size=1)

@@ -102,7 +102,7 @@ def test_homes_of_killed_trainers_are_removed(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     one = torch.ones(1)
-    with pytest.raises(ValueError, match="a came twice"):
+    with pytest.raises(ValueError, match="duplicate tensor a"):
         write([("a", one), ("a", one)], tmp_path / "1")
     with pytest.raises(ValueError, match="a is torch.int64"):
         write([("a", one.long())], tmp_path / "2")

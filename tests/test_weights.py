@@ -129,7 +129,7 @@ def test_missing_and_torn_files_are_named(tmp_path: Path) -> None:
         HfTensors(tmp_path)["model.norm.weight"]
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-8])
-    with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a complete safetensors file"):
         HfTensors(tmp_path)
 
 

@@ -44,7 +44,8 @@ stop_trainer() {
 # A signal ends `wait` before the process has ended: wait again.
 wait_for() { while kill -0 "$1" 2>/dev/null; do wait "$1"; done; }
 
-# The trainer's 75 means: saved, start me again. A requeued job keeps its id, finds its output and goes on there.
+# The trainer's 75 means: saved, start me again. A requeued job keeps its id, finds its output and resumes there; where
+# the run is complete, the trainer says so and ends with 0.
 finish() { # finish CODE
     if [ "$1" = 75 ]; then
         echo "saved; requeueing job $SLURM_JOB_ID" >&2

@@ -1,8 +1,8 @@
-"""What the seeds support: means with intervals, and differences to the baseline, seed against the same seed.
+"""Means with confidence intervals, and paired differences to the baseline, seed by seed.
 
-Intervals are Student's t over seeds. A difference is called one when the interval of its mean excludes 0; with k
-variants each is held to 1 - 0.05 / k (Bonferroni), so that all together are wrong in one ablation of twenty at most.
-With fewer than three seeds none is called.
+Intervals are Student's t over seeds. A difference is significant when the interval of its mean excludes 0; with
+k variants each is held to 1 - 0.05 / k (Bonferroni), so that all together are wrong in one ablation of twenty at most.
+With fewer than three seeds every difference is inconclusive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scipy import stats
 
 LEVEL = 0.95
 FEWEST_SEEDS = 3
-BETTER, WORSE, NOT_TOLD = "higher", "lower", "not told apart"
+BETTER, WORSE, INCONCLUSIVE = "higher", "lower", "inconclusive"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def compare(values: Mapping[str, Mapping[int, float]], baseline: str) -> list[Co
         seeds = sorted(values[name].keys() & values[baseline].keys())
         differences = [values[name][seed] - values[baseline][seed] for seed in seeds]
         interval = t_interval(differences, level) if differences else None
-        verdict = NOT_TOLD
+        verdict = INCONCLUSIVE
         if len(seeds) >= FEWEST_SEEDS and interval.low > 0:
             verdict = BETTER
         elif len(seeds) >= FEWEST_SEEDS and interval.high < 0:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from nemo_flashrl.ablation.comparison import BETTER, NOT_TOLD, WORSE, Comparison
+from nemo_flashrl.ablation.comparison import BETTER, INCONCLUSIVE, WORSE, Comparison
 
 PLOT, RIGHT, ROW, TOP, CHARACTER = 520, 40, 34, 56, 7  # pixels
-COLOURS = {BETTER: "#1a7f37", WORSE: "#b3261e", NOT_TOLD: "#5f6368", "": "#1f4e79"}
+COLOURS = {BETTER: "#1a7f37", WORSE: "#b3261e", INCONCLUSIVE: "#5f6368", "": "#1f4e79"}
 
 
 def draw(rows: Sequence[Comparison], values: Mapping[str, Mapping[int, float]], measure: str, title: str) -> str:
@@ -30,7 +30,7 @@ def draw(rows: Sequence[Comparison], values: Mapping[str, Mapping[int, float]], 
     bottom = TOP + ROW * len(rows)
     parts = [
         text(16, 24, title, size=15, weight="bold"),
-        text(16, 42, f"{measure}: seeds, mean, 95% interval; in brackets what the differences seed by seed support"),
+        text(16, 42, f"{measure}: seeds, mean, 95% interval; in brackets the verdict of the paired differences"),
     ]
     for tick in range(5):
         value = low + margin + (high - low - 2 * margin) * tick / 4

@@ -47,14 +47,15 @@ def outcome(run: RunRecord, measure: str | None) -> tuple[str, float]:
 
 def cost(run: RunRecord) -> Cost:
     """Read from `metrics.jsonl` and `trajectories.jsonl`."""
-    uses = run.configuration.get("rollout", {}).get("uses", 1)  # a batch's numbers stand there with each of its uses
+    # A batch's numbers are in the metrics once for each update on it.
+    updates = run.configuration.get("rollout", {}).get("updates_per_batch", 1)
     tokens = sum(row["tokens"] for row in read_json_lines(run.trajectories))
     ended = sum(v for step in run.steps for k, v in step.items() if k.startswith("episodes_") and k not in NO_ENDS)
     return Cost(
-        samples=round(ended / uses),
-        tokens=round(tokens / uses),
+        samples=round(ended / updates),
+        tokens=round(tokens / updates),
         seconds=float(np.nansum(run.column("step_seconds"))),
-        effective=sum(s["effective_samples"] * s.get("gate_acceptance", 1.0) for s in run.steps) / uses,
+        effective=sum(s["effective_samples"] * s.get("gate_acceptance", 1.0) for s in run.steps) / updates,
     )
 
 

@@ -31,7 +31,7 @@ def plan_text(cells: Sequence[Cell]) -> str:
 
 
 def run_cells(name: str, cells: Sequence[Cell], processes: int) -> list[Cell]:
-    """Run what is not finished; a run that was interrupted goes on. Returns the cells that failed."""
+    """Run what is not finished; an interrupted run is resumed. Returns the cells that failed."""
     failed = []
     for number, cell in enumerate(cells, 1):
         label = f"[{number}/{len(cells)}] {cell.variant} seed {cell.seed}"
@@ -62,7 +62,7 @@ def write_results(cells: Sequence[Cell], output: Path, measure: str | None, titl
         values.setdefault(result["variant"], {})[result["seed"]] = result["value"]
         costs.setdefault(result["variant"], []).append(Cost(**result["cost"]))
     if BASELINE not in values:
-        raise ValueError(f"{output}: no run of the baseline is finished, there is nothing to compare with")
+        raise ValueError(f"{output}: no run of the baseline is finished, there is nothing to compare against")
     name, rows = results[0]["measure"], compare(values, BASELINE)
     table = as_markdown(rows, costs, name, title)
     (output / "ablation.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -78,7 +78,7 @@ def as_markdown(rows: Sequence[Comparison], costs: Mapping[str, Sequence[Cost]],
         f"# {title}",
         "",
         f"| variant | seeds | {measure} [95%] | difference to the baseline [{1 - 0.05 / max(compared, 1):.1%}] | "
-        "| samples | tokens | seconds | effective samples | samples, tokens, seconds of an effective one |",
+        "| samples | tokens | seconds | effective samples | samples, tokens, seconds per effective sample |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
@@ -88,11 +88,11 @@ def as_markdown(rows: Sequence[Comparison], costs: Mapping[str, Sequence[Cost]],
         cells = [row.variant, row.seeds, _interval(row.own), _interval(row.difference), row.verdict, *sums, each]
         lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
     told = [row for row in rows[1:] if row.verdict in ("higher", "lower")]
-    lines += ["", "Costs are means over seeds. " + ("" if not told else "The seeds support: ")]
+    lines += ["", "Costs are means over seeds. " + ("" if not told else "Significant over these seeds: ")]
     lines[-1] += "; ".join(f"{measure} is {row.verdict} with {row.variant}" for row in told)
-    lines[-1] += "." if told else "The seeds support no difference to the baseline."
+    lines[-1] += "." if told else "No difference to the baseline is significant over these seeds."
     if min(row.seeds for row in rows) < FEWEST_SEEDS:
-        lines.append(f"With fewer than {FEWEST_SEEDS} seeds no difference is called one.")
+        lines.append(f"With fewer than {FEWEST_SEEDS} seeds no difference is called significant.")
     return "\n".join(lines) + "\n"
 
 

@@ -105,7 +105,7 @@ class FlashReinforce:
         return {"past": list(self._past), "newest": self._newest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved window."""
+        """Restore a saved window."""
         self._past = deque(state["past"], maxlen=self.settings.baseline_window)
         self._newest = state["newest"]
 

@@ -75,7 +75,7 @@ class KlCoefficient:
         return {"value": self.value, "step": self.step, "entropies": list(self._entropies)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; a schedule that follows the step alone is worked out anew from its own settings."""
+        """Restore that state; a schedule that follows the step alone is worked out anew from its own settings."""
         self.step = int(state["step"])
         self._entropies = list(state.get("entropies", []))
         if self.schedule in ("adaptive", "entropy"):
@@ -180,7 +180,7 @@ class GroupSize:
         return {"value": self.value, "deviations": list(self._deviations)}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from there; a size that no longer fits the batch is left at the start's."""
+        """Restore that state; a size that no longer fits the batch is left at the start's."""
         if state["value"] in self.sizes:
             self.value = int(state["value"])
         self._deviations = list(state["deviations"])[-(self.every - 1) :] if self.every > 1 else []

@@ -65,7 +65,7 @@ class ValueHead:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         if state["size"]:
             self._make(state["size"])
             self._linear.load_state_dict(state["linear"])

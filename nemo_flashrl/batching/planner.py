@@ -241,7 +241,7 @@ class LengthBatcher:
         remedy = "end episodes earlier, shorten observations, or raise the context length"
         if settings.on_too_long == "error":
             raise ValueError(
-                f"{what}; {_offenders(lengths, too_long)}: {remedy}; on_too_long = truncate | drop goes on without them"
+                f"{what}; {_offenders(lengths, too_long)}: {remedy}; on_too_long = truncate | drop trains without them"
             )
         logger.warning("%s: on_too_long = %s; to keep them, %s", what, settings.on_too_long, remedy)
         counts = {TOO_LONG: int(too_long.sum())}

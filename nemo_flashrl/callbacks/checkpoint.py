@@ -22,7 +22,7 @@ from nemo_flashrl.run.folder import NotSaved, Preempted, RunFolder, StoppedByMon
 
 
 class RunCheckpoint(nl.ModelCheckpoint):
-    """NeMo's checkpoint callback for a run that goes on as if nothing had happened.
+    """NeMo's checkpoint callback for a run that resumes exactly.
 
     It comes last of all callbacks: what they do after an optimizer step belongs to the state of that step. A folder
     is marked as unfinished (NeMo's marker file) while it is written or removed; an old checkpoint goes when a newer
@@ -30,7 +30,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
     rank waiting for a batch, before that step.
 
     Args:
-        folder: where, and which checkpoint the run goes on from.
+        folder: where, and which checkpoint the run resumes from.
         every_steps: optimizer steps between two checkpoints, and one at the end; 0 saves on SIGTERM alone.
         keep: complete checkpoints that stay.
         monitors: what may end the run; the collecting rank's has seen the step's metrics before this callback.
@@ -124,7 +124,7 @@ class RunCheckpoint(nl.ModelCheckpoint):
         where = f"after step {trainer.global_step} of {trainer.max_steps}"
         reason = trainer.strategy.broadcast(self.monitors.reason)
         if reason:
-            raise StoppedByMonitor(f"stopped by a monitor {where}: {reason}")
+            raise StoppedByMonitor(f"stopped by monitors {where}: {reason}")
         raise Preempted(f"stopped by SIGTERM {where}")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:
@@ -146,11 +146,15 @@ class RunCheckpoint(nl.ModelCheckpoint):
                 record_files(complete_checkpoints(self.folder.checkpoints)[trainer.global_step])
         except (OSError, CheckpointException, CheckpointingException) as error:  # the disk is not ours
             last = max(complete_checkpoints(self.folder.checkpoints), default=None)
-            left = "no complete one is left" if last is None else f"the one of step {last} is complete and stays"
+            left = (
+                "no complete checkpoint is left"
+                if last is None
+                else f"the checkpoint of step {last} is complete and is kept"
+            )
             free = shutil.disk_usage(self.dirpath).free / 2**20
             raise NotSaved(
-                f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath}, where "
-                f"{free:.0f} MiB are free ({_reason(error)}); {left}"
+                f"the checkpoint of step {trainer.global_step} could not be written to {self.dirpath}, which has "
+                f"{free:.0f} MiB free ({_reason(error)}); {left}"
             ) from error
         self._remove_old(trainer)
 
@@ -170,8 +174,8 @@ def check_agreed(folder: RunFolder) -> None:
     torch.distributed.all_gather_object(steps, folder.step, group=platform.object_group())
     if min(steps) < max(steps):
         raise ValueError(
-            f"output={folder.config.output!r}: its newest checkpoint is of step {max(steps)} to some processes and of "
-            f"step {min(steps)} to others: start again"
+            f"output={folder.config.output!r}: its newest checkpoint is of step {max(steps)} on some ranks and of "
+            f"step {min(steps)} on others: rerun"
         )
 
 

@@ -68,7 +68,7 @@ class RLMetricsCallback(pl.Callback):
         if trainer.is_global_zero:
             self.output.mkdir(parents=True, exist_ok=True)
             self._progress = Progress(trainer.max_steps)
-            self.constants.update(in_force(pl_module))
+            self.constants.update(active_features(pl_module))
             history = self.output / "metrics.jsonl"
             self.monitors.replay(read_metrics(history) if history.exists() else [])
 
@@ -79,7 +79,7 @@ class RLMetricsCallback(pl.Callback):
     def on_megatron_reduce_microbatches_end(self, reduced: dict[str, torch.Tensor], **_: Any) -> None:
         """NeMo calls it on the last pipeline stage, the only one that knows the loss."""
         self._sums = {name: float(value) for name, value in reduced.items()}
-        self._wait_for("the update and new weights")
+        self._wait_for("optimizer step and weight sync")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """The clock of the whole step, rollout included."""
@@ -99,7 +99,7 @@ class RLMetricsCallback(pl.Callback):
             **trajectory_metrics(step.batch.trajectories, number - 1),
             **group_metrics(step.batch.trajectories, step.advantages),
             **policy_metrics(sums),
-            "gradient_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
+            "grad_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self.refit.driver.faults(),
             **self._times(step),
@@ -107,7 +107,7 @@ class RLMetricsCallback(pl.Callback):
         }
         # Whom a gate rejects is known on the ranks that hold it: taken off in proportion.
         trained = record["effective_samples"] * record.get("gate_acceptance", 1.0)
-        record["selected_share"] = trained / len(step.batch.trajectories)
+        record["effective_fraction"] = trained / len(step.batch.trajectories)
         record |= self.monitors.see(record)
         self._write(record, step, trainer)
         self._progress.step_done(record)
@@ -160,17 +160,17 @@ def _memory_of_all_ranks() -> dict[str, float]:
     return dict(zip(use, values.tolist(), strict=True))
 
 
-def in_force(model: torch.nn.Module) -> dict[str, float]:
+def active_features(model: torch.nn.Module) -> dict[str, float]:
     """1 or 0 for recomputation, and on a GPU for flash attention, of this pipeline stage's layers in training.
 
     Transformer Engine chooses its kernel at run time; both of the fast ones can be forbidden by the environment.
     """
     decoder = unwrap(model).decoder
-    numbers = {"recompute_in_force": float(bool(decoder.config.recompute_granularity) and decoder.training)}
+    numbers = {"recompute_active": float(bool(decoder.config.recompute_granularity) and decoder.training)}
     if platform.has_gpu() and len(decoder.layers):
         attention = type(decoder.layers[0].self_attention.core_attention).__name__
         allowed = any(os.environ.get(name, "1") != "0" for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
-        numbers["flash_attention_in_force"] = float(attention == "TEDotProductAttention" and allowed)
+        numbers["flash_attention_active"] = float(attention == "TEDotProductAttention" and allowed)
     return numbers
 
 
@@ -186,7 +186,7 @@ class ActionShareWarning:
             return
         self._said = True
         logger.warning(
-            "step %d: %.1f%% of the tokens are actions (under %.0f%%), the rest is read and not learnt from: shorten "
+            "step %d: %.1f%% of the tokens are actions (under %.0f%%), the rest is context without gradient: shorten "
             "observations in the environment, truncate them (rollout.max_observation_tokens), or summarise them "
             "(rollout.summarizer)",
             step,

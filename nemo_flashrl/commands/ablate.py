@@ -12,28 +12,35 @@ def add_ablate(commands: argparse._SubParsersAction) -> None:
     """Declare `flashrl ablate`."""
     ablate = commands.add_parser(
         "ablate",
-        help="one setting at a time from one baseline, over seeds: differences, intervals, cost",
-        description="Run a configuration as it is and with each value of each varied setting, one at a time, with the "
+        help="vary one setting at a time from a baseline, over seeds: differences, confidence intervals, cost",
+        description="Run a baseline configuration and each value of each varied setting, one at a time, with the "
         "same seeds, and write a table with confidence intervals and costs (ablation.md), a picture (ablation.svg) and "
-        "the numbers (ablation.json). A difference that the seeds do not support is not called one. Runs that are "
-        "finished are kept, an interrupted one goes on: the same command again does what is left.",
+        "the numbers (ablation.json). A difference that is not significant over the seeds is called inconclusive. "
+        "Finished runs are kept, an interrupted one is resumed: rerun the same command to do the rest.",
         epilog="example: flashrl ablate rehearsal model.path=warm_start --vary advantage.clip=null,3 "
         "--vary rollout.temperature=1.0,0.85 --seeds 3 --output runs/ablation\n"
         "Exit code 0: all runs are finished; 1: some failed.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ablate.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
-    ablate.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every run")
+    ablate.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every run")
     ablate.add_argument(
         "--vary", action="append", required=True, metavar="KEY=V1,V2,...", help="a setting and its values; repeatable"
     )
     ablate.add_argument(
         "--seeds", type=at_least(1), default=3, metavar="N", help="trainer.seed 0 to N-1 of each (default 3)"
     )
-    ablate.add_argument("--output", type=Path, default=Path("runs/ablation"), metavar="DIR", help="of all runs")
-    ablate.add_argument("--measure", default=None, metavar="METRIC", help="default: evaluation_success, else success")
-    ablate.add_argument("--processes", type=at_least(1), default=1, metavar="N", help="of one run (default 1)")
-    ablate.add_argument("--plan", action="store_true", help="print the runs and how far they are; run nothing")
+    ablate.add_argument("--output", type=Path, default=Path("runs/ablation"), metavar="DIR", help="folder of all runs")
+    ablate.add_argument(
+        "--measure",
+        default=None,
+        metavar="METRIC",
+        help="metric to compare (default: evaluation_success, else success)",
+    )
+    ablate.add_argument(
+        "--processes", type=at_least(1), default=1, metavar="N", help="processes of each run (default 1)"
+    )
+    ablate.add_argument("--plan", action="store_true", help="print the runs and their state; run nothing")
     ablate.set_defaults(run=_ablate)
 
 

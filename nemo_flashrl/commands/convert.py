@@ -1,4 +1,4 @@
-"""`flashrl convert`: checkpoints between Hugging Face, NeMo and a run's own."""
+"""`flashrl convert`: convert checkpoints between Hugging Face, NeMo and a run's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     """Add the command and its four actions to the parser of `flashrl`."""
     convert = commands.add_parser(
         "convert",
-        help="checkpoints between Hugging Face, NeMo and a run's own",
+        help="convert checkpoints between Hugging Face, NeMo and a run's own",
         description="Convert a whole checkpoint; weights travel bit for bit, the source is only read, and the target "
         "appears whole or not at all.",
     )
@@ -35,7 +35,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     action.add_argument("target", type=Path, metavar="DST", help="must not exist")
     which = action.add_mutually_exclusive_group()
     which.add_argument("--policy", action="store_true", help="the policy, adapters merged in (default)")
-    which.add_argument("--reference-ema", action="store_true", help="the reference policy in place of the policy")
+    which.add_argument("--reference-ema", action="store_true", help="the reference policy instead of the policy")
     which.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, in PEFT's format")
 
     action = _action(actions, "check", "compare two checkpoints: configuration, tensors, logits", _check)

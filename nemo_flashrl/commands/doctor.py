@@ -12,12 +12,12 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
     """Declare `flashrl doctor`."""
     doctor = commands.add_parser(
         "doctor",
-        help="name what is wrong with a run, or before one, with the evidence and the setting to change",
-        description="Read a run's metrics and name what is wrong: evidence, likely causes, the setting to change. "
-        "Or look before a run: `rewards CONFIG` at the terms of the reward over a set of samples (distribution, "
-        "outliers, correlation with length), `groups CONFIG` at how much the rollouts of one prompt differ, "
-        "`env [CONFIG]` at this node. "
-        "Exit code 0: nothing found; 1: something is.",
+        help="diagnose a run, or check before one: evidence, likely causes, the setting to change",
+        description="Diagnose a run from its metrics: evidence, likely causes, the setting to change. "
+        "Or check before a run: `rewards CONFIG` the reward terms over a set of samples (distribution, outliers, "
+        "correlation with length), `groups CONFIG` the diversity and rewards of the rollouts of each prompt, "
+        "`env [CONFIG]` this node. "
+        "Exit code 0: nothing found; 1: findings.",
         epilog="examples: flashrl doctor runs/first\n"
         "          flashrl doctor rewards my_run.yaml model.path=warm_start --from-run runs/first\n"
         "          flashrl doctor groups my_run.yaml rollout.temperature=0.9 --prompts 20 --samples 8",
@@ -27,14 +27,18 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="folder of a run, still going on or ended; or `rewards`, `groups` or `env`, CONFIG and key=value settings",
+        help="folder of a run, in progress or ended; or `rewards`, `groups` or `env`, CONFIG and key=value settings",
     )
     doctor.add_argument(
-        "--from-run", type=Path, default=None, metavar="RUN", help="rewards: score what this run sampled last"
+        "--from-run", type=Path, default=None, metavar="RUN", help="rewards: use the newest samples of this run"
     )
-    doctor.add_argument("--prompts", type=int, default=20, metavar="N", help="groups: how many (default 20)")
+    doctor.add_argument("--prompts", type=int, default=20, metavar="N", help="groups: number of prompts (default 20)")
     doctor.add_argument(
-        "--samples", type=int, default=None, metavar="N", help="rewards: how many (256); groups: of a prompt (G)"
+        "--samples",
+        type=int,
+        default=None,
+        metavar="N",
+        help="rewards: number of samples (default 256); groups: samples per prompt (default: group size)",
     )
     doctor.set_defaults(run=_doctor)
 
@@ -48,7 +52,7 @@ def _look(options: argparse.Namespace) -> int:
     for name in ("prompts", "samples"):
         value = getattr(options, name)
         if value is not None and value < (2 if kind == "groups" and name == "samples" else 1):
-            raise ValueError(f"--{name}={value}: too few to tell anything")
+            raise ValueError(f"--{name}={value}: too few")
     config, overrides = rest[0], rest[1:]
     if kind == "rewards":
         text, found = look_at_rewards(config, overrides, samples=options.samples or 256, run=options.from_run)

@@ -12,18 +12,18 @@ def add_report(commands: argparse._SubParsersAction) -> None:
     """Declare `flashrl report`."""
     report = commands.add_parser(
         "report",
-        help="one HTML page of one or several runs",
-        description="Write one self-contained page: curves of all runs, findings of the doctor, trajectories to read. "
-        "Runs of one configuration with different seeds are drawn as one curve with a band.",
+        help="HTML report of one or several runs",
+        description="Write one self-contained HTML page: metric curves, findings of the doctor, trajectories. "
+        "Runs of one configuration with different seeds are drawn as one curve (mean over seeds) with a band.",
         epilog="example: flashrl report runs/flash-0 runs/flash-1 runs/grpo-0 --output report.html",
     )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, still going on or ended")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, in progress or ended")
     report.add_argument(
         "--output",
         type=file_to_write,
         default=Path("report.html"),
         metavar="FILE",
-        help="is replaced (default report.html)",
+        help="overwritten if it exists (default report.html)",
     )
     report.set_defaults(run=_report)
 

@@ -17,26 +17,28 @@ def add_serve_rollout(commands: Any) -> None:
     parser = commands.add_parser(
         "serve-rollout",
         help="start vLLM servers for `rollout.engine: vllm`; run it from vLLM's environment",
-        description="Start vLLM servers with the flags that training needs, say when they answer, start a dead one "
-        "again, and end all with SIGTERM or SIGINT. Without --port, the ports of rollout.servers are served.",
+        description="Start vLLM servers with the flags that training needs, report when they are ready, restart a dead "
+        "one, and stop all on SIGTERM or SIGINT. Without --port, the ports of rollout.servers are served.",
         epilog='example: flashrl serve-rollout my_run.yaml --port 8000 --vllm-flags "--gpu-memory-utilization 0.8"',
     )
     parser.add_argument("config", metavar="CONFIG", help="the configuration of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file's settings")
     parser.add_argument("--host", default=default.host, help="address to listen on (default %(default)s)")
     count, port = at_least(1), at_least(1, 65535)
-    parser.add_argument("--port", type=port, metavar="N", help="of the first server; the others follow")
-    parser.add_argument("--servers", type=count, default=default.servers, metavar="N", help="with --port (default 1)")
+    parser.add_argument("--port", type=port, metavar="N", help="port of the first server; the others follow")
+    parser.add_argument(
+        "--servers", type=count, default=default.servers, metavar="N", help="number of servers, with --port (default 1)"
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=count,
         default=default.tensor_parallel,
         metavar="N",
-        help="GPUs of a server (default 1)",
+        help="tensor-parallel GPUs per server (default 1)",
     )
-    parser.add_argument("--follow", type=count, metavar="PID", help="end when this process ends, the trainer say")
+    parser.add_argument("--follow", type=count, metavar="PID", help="stop when this process ends, such as the trainer")
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="seconds until all answer (default: rollout.server_timeout)"
+        "--timeout", type=float, metavar="S", help="seconds until all are ready (default: rollout.server_timeout)"
     )
     parser.add_argument("--vllm-flags", dest="flags", default="", metavar="TEXT", help="more flags for vLLM")
     parser.set_defaults(run=_serve)

@@ -13,15 +13,16 @@ def add_train(commands: argparse._SubParsersAction) -> None:
     """Declare `flashrl train`."""
     train = commands.add_parser(
         "train",
-        help="train by a configuration file; start it under torchrun for several processes",
-        description="Train by a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
+        help="train from a configuration file; under torchrun for several processes",
+        description="Train from a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
-        "The same command with the same output goes on from the run's newest checkpoint; exit code 75 asks for that.\n"
-        "Exit code 3: a limit under `monitors` has ended the run, with a checkpoint.",
+        "Rerun the same command to resume from the newest checkpoint.\n"
+        "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume;\n"
+        "3: a limit under `monitors` stopped it, with a checkpoint.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file's settings")
     train.set_defaults(run=_train)
 
 
@@ -38,15 +39,19 @@ def _train(options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
         raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
+    from nemo_flashrl.run.folder import EXIT_MONITOR, EXIT_PREEMPTED, AlreadyComplete, NotSaved, Preempted, StoppedByMonitor
     from nemo_flashrl.engines.server_pool import NoServer
-    from nemo_flashrl.run.folder import EXIT_MONITOR, EXIT_PREEMPTED, NotSaved, Preempted, StoppedByMonitor
     from nemo_flashrl.train import train
 
     try:
         checkpoint = train(settings)
+    except AlreadyComplete as complete:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"flashrl train: {complete}")
+        return 0
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(f"flashrl train: {stop}; the same command goes on from there", file=sys.stderr)
+            print(f"flashrl train: {stop}; rerun the same command to resume", file=sys.stderr)
         return EXIT_PREEMPTED
     except StoppedByMonitor as stop:
         if os.environ.get("RANK", "0") == "0":
@@ -58,8 +63,8 @@ def _train(options: argparse.Namespace) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = f"free some where output={settings.output!r} and temporary files go, and start the same command again"
-        print(f"flashrl train: no space is left ({error}): {free}", file=sys.stderr)
+        free = f"free space for output={settings.output!r} and temporary files, then rerun the same command to resume"
+        print(f"flashrl train: no space left on device ({error}): {free}", file=sys.stderr)
         return 1
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")

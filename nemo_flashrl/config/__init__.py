@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from nemo_flashrl.config.loading import check, conf_folder, load, read_plain, save, settings_of
+from nemo_flashrl.config.loading import check, conf_folder, load, load_saved, read_plain, save, settings_of
 from nemo_flashrl.config.overrides import quoted
 from nemo_flashrl.config.schema import PluginConfig, RunConfig
 
-__all__ = ["PluginConfig", "RunConfig", "check", "conf_folder", "load", "quoted", "read_plain", "save", "settings_of"]
+__all__ = [
+    "PluginConfig",
+    "RunConfig",
+    "check",
+    "conf_folder",
+    "load",
+    "load_saved",
+    "quoted",
+    "read_plain",
+    "save",
+    "settings_of",
+]

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, quoted, set_field
+from nemo_flashrl.config.renamed import refuse_renamed, with_new_names
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
 
@@ -51,6 +52,7 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
             raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])
         for text in fields:
             set_field(raw, text)
+        refuse_renamed(raw, path)
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), raw)
         for key in unneeded:
             if OmegaConf.select(merged, key) is None:  # missing
@@ -67,9 +69,22 @@ def save(config: RunConfig, path: Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
+def load_saved(path: Path) -> RunConfig:
+    """What `save` wrote, renamed keys under their new names, new fields at their defaults.
+
+    Raises:
+        ValueError: one line with field, value and remedy.
+    """
+    try:
+        saved = with_new_names(OmegaConf.load(path))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), saved))
+    except OmegaConfBaseException as error:
+        raise ValueError(_one_line(error, path)) from error
+
+
 def read_plain(path: Path) -> dict[str, Any]:
-    """The keys of a configuration that `save` wrote, unchecked: an older version may have named them otherwise."""
-    return OmegaConf.to_container(OmegaConf.load(path))
+    """What `save` wrote, unchecked, renamed keys under their new names."""
+    return OmegaConf.to_container(with_new_names(OmegaConf.load(path)))
 
 
 def _one_line(error: Exception, path: Path) -> str:
@@ -109,8 +124,8 @@ def check(config: RunConfig) -> None:
 def _check_mode(rollout: RolloutConfig) -> None:
     if rollout.mode == "sync" and rollout.max_in_flight > rollout.batch_size:
         raise ValueError(
-            f"rollout.max_in_flight={rollout.max_in_flight}: at most rollout.batch_size ({rollout.batch_size}) where "
-            "nothing runs between two batches; set rollout.mode to async or in_flight"
+            f"rollout.max_in_flight={rollout.max_in_flight}: at most rollout.batch_size ({rollout.batch_size}) with "
+            "rollout.mode=sync; set rollout.mode to async or in_flight"
         )
     if rollout.mode != "sync" and rollout.lag:
         raise ValueError(f"rollout.lag={rollout.lag}: a fixed lag is for rollout.mode=sync, not {rollout.mode}; set 0")
@@ -124,8 +139,8 @@ def _check_group_size(config: RunConfig) -> None:
     rollout, every = config.rollout, config.group_size.every
     if every and (rollout.mode != "sync" or rollout.lag):
         raise ValueError(
-            f"group_size.every={every}: a group's size changes where nothing is under way; set rollout.mode=sync and "
-            f"rollout.lag=0 (they are {rollout.mode} and {rollout.lag})"
+            f"group_size.every={every}: a group's size changes only with no episode in flight; set "
+            f"rollout.mode=sync and rollout.lag=0 (they are {rollout.mode} and {rollout.lag})"
         )
 
 
@@ -135,19 +150,19 @@ def _check_credit(config: RunConfig) -> None:
         raise ValueError(f"length_penalty.coefficient={length.coefficient:g} needs length_penalty.limit above 0")
     if advantage.turn_discount != 1 and advantage.turn_coefficient == 0:
         raise ValueError(
-            f"advantage.turn_discount={advantage.turn_discount:g} counts in a turn's own return: set "
+            f"advantage.turn_discount={advantage.turn_discount:g} applies to per-turn returns: set "
             "advantage.turn_coefficient above 0"
         )
     in_reward = config.kl.coefficient > 0 and config.kl.place == "reward"
     if advantage.turn_coefficient > 0 and (in_reward or config.value_head.learning_rate > 0):
         raise ValueError(
-            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a KL in the reward and a value head are taken "
-            "off a trajectory's one reward; set kl.place=loss and value_head.learning_rate=0"
+            f"advantage.turn_coefficient={advantage.turn_coefficient:g}: a KL in the reward and a value head are "
+            "per trajectory, not per turn; set kl.place=loss and value_head.learning_rate=0"
         )
     if config.value_head.learning_rate > 0 and config.parallel.context > 1:
         raise ValueError(
-            f"value_head.learning_rate={config.value_head.learning_rate:g}: the hidden states that it reads are not "
-            f"gathered over context ranks; set parallel.context=1, not {config.parallel.context}"
+            f"value_head.learning_rate={config.value_head.learning_rate:g}: its hidden states are not gathered over "
+            f"context-parallel ranks; set parallel.context=1, not {config.parallel.context}"
         )
 
 

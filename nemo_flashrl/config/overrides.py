@@ -78,20 +78,22 @@ def _group_override(text: str, parsed: Override | None, groups: Sequence[Path]) 
     chosen: Any = parsed.value() if parsed is not None and not parsed.is_sweep_override() else 0
     known = sorted({file.stem for group in groups for file in group.glob("*.yaml")})
     if chosen is not None and chosen not in known:
-        raise ValueError(f"{key}={value}: must be one of {', '.join(known)}; a field of it is set by {key}.FIELD=...")
+        raise ValueError(
+            f"{key}={value}: must be one of {', '.join(known)}; set one of its fields with {key}.FIELD=..."
+        )
     return text
 
 
 def _unreadable(key: str, value: str) -> str:
     kind = _type(key)
     if kind in (int, float, bool, int | None, float | None, bool | None):
-        return f"{key}={value}: must be one {getattr(kind, '__name__', kind)}"
+        return f"{key}={value}: must be a single {getattr(kind, '__name__', kind)}"
     better = quoted(value.strip("'\""))
     if value.startswith("["):
         better = "[" + ", ".join(f'"{part.strip()}"' for part in value.strip("[]").replace('"', "").split(",")) + "]"
     shown = f"{key}={better}"
     shown = shlex.quote(shown) if set(shown) & set('"$`\\!') else f'"{shown}"'
-    return f"{key}={value}: cannot be read; quote its text for the shell and once more inside: {shown}"
+    return f"{key}={value}: cannot be parsed; quote it for the shell and again inside: {shown}"
 
 
 def _is_string(key: str) -> bool:

@@ -29,21 +29,23 @@ class ModelConfig:
     """What is trained."""
 
     path: str = MISSING  # Hugging Face checkpoint folder to start from
-    context_length: int = within(4096, 2)  # tokens of one trajectory at most, prompt included
+    context_length: int = within(4096, 2)  # most tokens of one trajectory, prompt included
     vocab_divisible_by: int = within(128, 1)  # the embedding is padded to a multiple of this times tensor
-    head_chunk_tokens: int = within(512, 1)  # tokens whose logits are alive at a time
+    head_chunk_tokens: int = within(512, 1)  # tokens whose logits are materialised at a time
     head_logits_budget_mib: int = within(64, 0)  # a microbatch whose logits fit is scored and trained in one pass
-    recompute: str = one_of("none", "selective", "full")  # attention, or every layer, in the backward pass
+    recompute: str = one_of("none", "selective", "full")  # activation recomputation: of attention | of every layer
     precision: str = one_of("bf16", "fp32")
-    hf_config: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, to plan without it
+    hf_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # the checkpoint's config.json, for `flashrl plan` without the checkpoint
 
 
 @dataclass
 class LoraConfig:
-    """Two low-rank factors beside layers are trained in place of the weights; exports hold their product merged in."""
+    """LoRA: low-rank adapters are trained instead of the weights; exports have them merged in."""
 
     rank: int = within(0, 0)  # 0: no LoRA
-    alpha: float = within(32.0, ABOVE_ZERO)  # the product counts alpha / rank
+    alpha: float = within(32.0, ABOVE_ZERO)  # the adapter is scaled by alpha / rank
     targets: list[str] = field(  # Megatron's layers: q, k and v | o | gate and up | down
         default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
     )
@@ -51,24 +53,24 @@ class LoraConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the model is spread; data parallelism takes what the world size leaves."""
+    """Model parallelism; data parallelism is what is left of the world size."""
 
     tensor: int = within(1, 1)
     pipeline: int = within(1, 1)
-    context: int = within(1, 1)  # ranks over which the tokens of each trajectory are spread
+    context: int = within(1, 1)  # context parallelism: the tokens of each trajectory are split over so many ranks
     sequence: bool = False  # sequence parallelism over the tensor-parallel group
-    expert: int = within(1, 1)  # ranks of a stage over which the experts of a layer are spread, each whole on one
-    overlap_gradients: bool = False  # reduce them under the last backward pass; one more copy of the output layer lives
+    expert: int = within(1, 1)  # expert parallelism: ranks over which a layer's experts are split, each expert whole
+    overlap_gradients: bool = False  # reduce during the last backward pass; costs one more copy of the output layer
 
 
 @dataclass
 class ClusterConfig:
-    """Where a run is placed; what launchers ask for and `flashrl plan` reckons with."""
+    """Nodes and GPUs: what launchers ask for and `flashrl plan` assumes."""
 
     nodes: int = within(1, 1)
-    gpus_per_node: int = within(0, 0)  # 0: processes as they were started, on CPUs
-    device: str = one_of("", "A100", "A800", "H100", "H800", "H20", "H200", "B200")  # for `flashrl plan`; "": not said
-    environment: dict[str, str] = field(default_factory=dict)  # of every process, where the variable is not set yet
+    gpus_per_node: int = within(0, 0)  # 0: on CPUs, with the processes that were started
+    device: str = one_of("", "A100", "A800", "H100", "H800", "H20", "H200", "B200")  # for `flashrl plan`; "": unset
+    environment: dict[str, str] = field(default_factory=dict)  # variables of every process, where not set already
 
 
 @dataclass
@@ -77,11 +79,11 @@ class OptimizerConfig:
 
     learning_rate: float = within(1e-6, ABOVE_ZERO, 1)
     warmup_steps: int = within(4, 0)
-    schedule: str = one_of("constant", "cosine")  # after the warm-up; cosine ends near 0 with the last step
+    schedule: str = one_of("constant", "cosine")  # after the warm-up; cosine decays to near 0 at the last step
     beta1: float = within(0.9, 0, 1 - 1e-6)
     beta2: float = within(0.95, 0, 1 - 1e-6)
     weight_decay: float = within(0.0, 0)
-    clip_gradient: float = within(1.0, ABOVE_ZERO)
+    max_grad_norm: float = within(1.0, ABOVE_ZERO)  # gradients are clipped to this global norm
 
 
 @dataclass
@@ -97,50 +99,52 @@ class RolloutConfig:
     """How trajectories are made."""
 
     batch_size: int = within(64, 1)  # trajectories of one optimizer step (B)
-    engine: str = one_of("transformers", "vllm", "sglang")  # in this process | over HTTP: see `servers`
+    engine: str = one_of("transformers", "vllm", "sglang")  # in this process | HTTP servers, see `servers`
     servers: list[str] = field(default_factory=list)  # URLs, of vllm or sglang
-    server_timeout: float = within(300.0, ABOVE_ZERO)  # seconds to come up, to load weights, to come back
-    weight_transfer: str = one_of("file", "broadcast", "adapter")  # vllm: a folder | the network | LoRA alone, see docs
+    server_timeout: float = within(300.0, ABOVE_ZERO)  # seconds for a server to come up, to load weights, to come back
+    weight_transfer: str = one_of("file", "broadcast", "adapter")  # vllm: a folder | the network | LoRA adapter alone
     weights_folder: str | None = None  # where servers find new weights; None: a folder in shared memory
-    mode: str = one_of("sync", "async", "in_flight")  # new weights: nothing runs | between actions | between tokens
-    max_in_flight: int = within(0, 0)  # episodes running at a time; 0 means batch_size
+    mode: str = one_of("sync", "async", "in_flight")  # weight sync: nothing runs | between actions | between tokens
+    max_in_flight: int = within(0, 0)  # rollout slots: episodes running concurrently; 0 means batch_size
     lag: int = within(0, 0)  # sync: batches collected ahead of the one in training; 0 is on-policy
     max_staleness: int | None = within(None, 0)  # policy versions between sampling and training; older is dropped
-    uses: int = within(1, 1)  # optimizer steps on each batch; in all but the first it is re-weighted by the ratio
-    tied_group_replacements: int = within(0, 0)  # groups of equal rewards that a batch may replace by other prompts
+    updates_per_batch: int = within(1, 1)  # optimizer steps on each batch; from the second on, off-policy
+    dynamic_sampling_max_groups: int = within(0, 0)  # zero-variance groups per batch replaced by other prompts; 0: none
     temperature: float = within(1.0, ABOVE_ZERO, 100)
-    temperature_schedule: list[Any] = field(default_factory=list)  # in its place: [share of the steps, from there on]
+    temperature_schedule: list[Any] = field(
+        default_factory=list
+    )  # overrides it: [[share of the steps, temperature from there on], ...]
     max_turns: int = within(8, 1)
     max_tokens_per_turn: int = within(512, 1)
     max_observation_tokens: int = within(2048, 1)
     stop: list[str] = field(default_factory=list)  # tokens that end an action, beside the end-of-sequence token
-    step_timeout: float = within(60.0, ABOVE_ZERO)  # seconds an environment may take to answer
+    step_timeout: float = within(60.0, ABOVE_ZERO)  # seconds an environment call may take
     episode_timeout: float | None = within(None, ABOVE_ZERO)  # seconds of a whole episode, generation included
-    keep_observation: str = one_of("head", "tail", "both")  # what stays of an observation that is too long
-    summarizer: str | None = None  # async function (text, max_tokens) -> text by dotted path, asked before it is cut
+    keep_observation: str = one_of("head", "tail", "both")  # what is kept of an observation that is too long
+    summarizer: str | None = None  # async function (text, max_tokens) -> text by dotted path, called before it is cut
 
     @property
-    def places(self) -> int:
-        """Episodes running at a time, of training or of held-out tasks."""
+    def slots(self) -> int:
+        """Rollout slots: episodes running concurrently, of training or of held-out tasks."""
         return self.max_in_flight or self.batch_size
 
 
 @dataclass
 class GroupSizeConfig:
-    """Moves the algorithm's group size between 4, 8, 16 and 32 by how much rewards inside a group differ."""
+    """Adapts the group size (4, 8, 16, 32) to the spread of rewards inside a group."""
 
-    every: int = within(0, 0)  # optimizer steps between two decisions; 0: it stays
-    threshold: float = within(0.3, 0)  # mean standard deviation in a group: above it one size up, below it one down
+    every: int = within(0, 0)  # optimizer steps between two decisions; 0: fixed
+    threshold: float = within(0.3, 0)  # mean reward std inside a group: above it one size up, below it one down
 
 
 @dataclass
 class CurriculumConfig:
-    """Which tasks come: epochs over all of them, or drawn by the success of their class."""
+    """Which tasks are sampled: epochs over all of them, or by the success rate of their class."""
 
     mode: str = one_of("none", "adaptive")
-    classes: str = ""  # field of a task that names its class; empty: each task is a class of its own
-    share: float = within(0.4, 0, 1)  # of the optimizer steps, before the mixture is fixed
-    floor: float = within(0.2, 0, 1)  # share of its part of the mixture that a class keeps whatever its success
+    classes: str = ""  # field of a task with its class; empty: each task is its own class
+    share: float = within(0.4, 0, 1)  # share of the optimizer steps after which the mixture is fixed
+    floor: float = within(0.2, 0, 1)  # least share of its mixture weight that a class keeps
     mixture: dict[str, float] = field(default_factory=dict)  # class: weight; empty: by the number of its tasks
 
 
@@ -148,20 +152,20 @@ class CurriculumConfig:
 class BatchingConfig:
     """How a batch is split into microbatches."""
 
-    max_tokens_per_microbatch: int = within(16384, 1)  # a longer trajectory goes alone
-    layout: str = one_of("packed", "padded")  # one row, attention inside each trajectory | a row each
-    context_margin: float = within(0.1, 0, 0.99)  # share of the context that episodes leave free
-    on_too_long: str = one_of("error", "truncate", "drop")  # what exceeds the context; a prompt is not cut but dropped
+    max_tokens_per_microbatch: int = within(16384, 1)  # a longer trajectory gets a microbatch of its own
+    layout: str = one_of("packed", "padded")  # sequence packing, attention per trajectory | one row per trajectory
+    context_margin: float = within(0.1, 0, 0.99)  # share of the context that episodes leave unused
+    on_too_long: str = one_of("error", "truncate", "drop")  # trajectory beyond the context; a prompt is dropped instead
 
 
 @dataclass
 class ReferenceConfig:
-    """The policy that a KL is measured to."""
+    """The reference policy of the KL."""
 
-    mode: str = one_of("none", "frozen", "hard", "ema")  # the first weights | copied now and then | an average
+    mode: str = one_of("none", "frozen", "hard", "ema")  # the initial weights | copied every so many steps | an average
     every: int = within(100, 1)  # hard: optimizer steps between two copies
-    beta: float = within(0.99, 0, 1 - 1e-6)  # ema: share of the average that stays in a step; 0.95 to 0.99 is usual
-    evaluate: bool = False  # report the reference's own log-prob and entropy, play held-out tasks with it, export it
+    beta: float = within(0.99, 0, 1 - 1e-6)  # ema: decay of the average per step; 0.95 to 0.99 is usual
+    evaluate: bool = False  # log its log-prob and entropy, evaluate it on held-out tasks, export it
 
 
 @dataclass
@@ -170,26 +174,28 @@ class KlConfig:
 
     coefficient: float = within(0.0, 0, 1e6)  # 0: none
     estimator: str = one_of("k3", "k1", "k2")
-    place: str = one_of("loss", "reward")  # of every token | of a trajectory, before advantages
+    place: str = one_of("loss", "reward")  # per token in the loss | subtracted from the reward, before advantages
     schedule: str = one_of("fixed", "annealed", "adaptive", "entropy")
     target: float = within(0.05, ABOVE_ZERO)  # adaptive: nats per action token
-    entropy_floor: float = within(0.5, 0)  # entropy: nats per action token; under it the coefficient rises
-    entropy_fall: float = within(0.3, 0, 1)  # entropy: and after a loss of this share in 10 steps; 1: floor alone
+    entropy_floor: float = within(0.5, 0)  # entropy: nats per action token; below it the coefficient rises
+    entropy_fall: float = within(0.3, 0, 1)  # entropy: also after a drop by this share in 10 steps; 1: floor alone
 
 
 @dataclass
 class AdvantageConfig:
-    """What becomes of an algorithm's advantages."""
+    """Post-processing of advantages."""
 
-    clip: float | None = within(None, ABOVE_ZERO)  # they stay in [-clip, clip]; 3 is usual; None: as they are
-    turn_coefficient: float = within(0.0, 0, 1)  # share of a turn's own return; 0: a trajectory has one advantage
-    turn_discount: float = within(1.0, 0, 1)  # of later turns' rewards in a turn's return
-    shaping: dict[str, float] = field(default_factory=dict)  # the environment's term: coefficient; added last
+    clip: float | None = within(None, ABOVE_ZERO)  # clipped to [-clip, clip]; 3 is usual; None: not clipped
+    turn_coefficient: float = within(0.0, 0, 1)  # weight of per-turn returns; 0: one advantage per trajectory
+    turn_discount: float = within(1.0, 0, 1)  # discount of later turns' rewards in a turn's return
+    shaping: dict[str, float] = field(
+        default_factory=dict
+    )  # reward shaping, by the environment's term: coefficient; added last
 
 
 @dataclass
 class ValueHeadConfig:
-    """A linear value head on the policy's hidden states as baseline; nothing of its loss reaches the policy."""
+    """A linear value head on the policy's hidden states as baseline; its gradient does not reach the policy."""
 
     learning_rate: float = within(0.0, 0, 1)  # of its own Adam; 0.01 is usual; 0: no value head
     updates: int = within(4, 1)  # Adam steps on each batch
@@ -197,54 +203,58 @@ class ValueHeadConfig:
 
 @dataclass
 class LengthPenaltyConfig:
-    """Taken off the advantage: coefficient * (length / limit - 1) beyond the limit."""
+    """Subtracted from the advantage: coefficient * (length / limit - 1) beyond the limit."""
 
     coefficient: float = within(0.0, 0)  # 0: none
-    unit: str = one_of("tokens", "turns", "new_tokens")  # sampled tokens | actions | tokens, repeated passages once
-    limit: float = within(0.0, 0)  # in that unit; nothing is taken below
-    decay_steps: int = within(0, 0)  # optimizer steps until nothing is left of the coefficient; 0: it stays
+    unit: str = one_of("tokens", "turns", "new_tokens")  # sampled tokens | actions | sampled tokens without repeats
+    limit: float = within(0.0, 0)  # in that unit; no penalty below
+    decay_steps: int = within(0, 0)  # optimizer steps until the coefficient has decayed to 0; 0: constant
 
 
 @dataclass
 class SelectionConfig:
-    """What of a batch is trained on; what is left out has weight 0, and its reward stays in the baseline."""
+    """Loss masking: what is left out has weight 0; its reward stays in the baseline."""
 
-    tokens: str = one_of("actions", "code")  # all that the policy sampled | of these, what is inside fenced code
-    malformed: str = one_of("keep", "leave_out")  # trajectories with an action that the environment calls none
-    shaping_at_least: dict[str, float] = field(default_factory=dict)  # the environment's term: below it is left out
+    tokens: str = one_of("actions", "code")  # all sampled tokens | of these, those inside fenced code
+    malformed: str = one_of("keep", "leave_out")  # trajectories with an action that the environment calls malformed
+    shaping_at_least: dict[str, float] = field(
+        default_factory=dict
+    )  # the environment's term: trajectories below it are left out
 
 
 @dataclass
 class EvaluationConfig:
-    """Tasks that training never asks for, played now and then."""
+    """Evaluation on held-out tasks."""
 
-    every_steps: int = within(0, 0)  # optimizer steps between two, and after the last one; 0: never
-    settings: dict[str, Any] = field(default_factory=dict)  # over environment.settings: what makes the tasks others
-    tasks: int = within(64, 1)  # the first so many
-    samples: int = within(1, 1)  # episodes of a task; above 1, pass@samples is reported too
+    every_steps: int = within(0, 0)  # optimizer steps between two evaluations, and one after the last step; 0: never
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # on top of environment.settings: what selects the held-out tasks
+    tasks: int = within(64, 1)  # so many, the first ones
+    samples: int = within(1, 1)  # episodes per task; above 1, pass@k is reported too
     temperature: float = within(1.0, 0, 100)  # 0: greedy
 
 
 @dataclass
 class TrainerConfig:
-    """How long, and from which randomness."""
+    """Length, seed and logging of the run."""
 
     steps: int = within(100, 1)
     seed: int = within(0, 0, 2**31)
-    strict: bool = False  # refuse settings that move the same quantity, which otherwise are told at the start
-    log_trajectories: int = within(4, 0)  # full trajectories written as text each step
-    wandb_project: str = ""  # Weights & Biases project that gets the metrics too; needs the wandb package
+    strict: bool = False  # refuse settings whose effects are confounded, instead of warning
+    log_trajectories: int = within(4, 0)  # full trajectories written to samples.jsonl each step
+    wandb_project: str = ""  # Weights & Biases project to log to; needs the wandb package
 
 
 @dataclass
 class MonitorsConfig:
-    """Limits beyond which a run ends itself, with a checkpoint; each is off while it is null."""
+    """Early stopping: limits at which a run saves a checkpoint and stops; null: off."""
 
-    patience: int = within(5, 1)  # steps in a row beyond a limit
+    patience: int = within(5, 1)  # consecutive steps beyond a limit before it stops
     advantage_jump: float | None = within(None, 1)  # most, as a multiple of the spread of advantages before
     unique_samples: float | None = within(None, 0, 1)  # least unique_sample_share
     distinct_answers: float | None = within(None, 1)  # least group_distinct_answers
-    selected: float | None = within(None, 0, 1)  # least selected_share
+    effective_fraction: float | None = within(None, 0, 1)  # least effective_fraction
     entropy: float | None = within(None, 0)  # least sampled_entropy, nats
     length_trend: float | None = within(None, ABOVE_ZERO)  # most, as a multiple of the first steps' response_tokens
     repeated_tokens: float | None = within(None, 0, 1)  # most repeated_token_share
@@ -253,18 +263,18 @@ class MonitorsConfig:
 
 @dataclass
 class CheckpointConfig:
-    """When a run saves itself, and whether it goes on from there."""
+    """When a run saves checkpoints, and whether it resumes from them."""
 
-    every_steps: int = within(50, 0)  # optimizer steps between two, and one at the end; 0 saves on SIGTERM alone
-    keep: int = within(2, 1)  # complete ones that stay
-    resume: bool | None = None  # go on with the run in `output`: false never, true also with a changed configuration
+    every_steps: int = within(50, 0)  # optimizer steps between checkpoints, and one at the end; 0: on SIGTERM alone
+    keep: int = within(2, 1)  # newest complete checkpoints that are kept
+    resume: bool | None = None  # resume the run in `output`: false never, true also with a changed configuration
 
 
 @dataclass
 class RunConfig:
     """One run."""
 
-    output: str = MISSING  # folder of everything the run leaves; one that holds this run is gone on with
+    output: str = MISSING  # folder of all files of the run; a run that is there already is resumed
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -106,7 +106,7 @@ def nemo_to_hf(source: str | Path, target: str | Path, reference: str | Path | N
     source = Path(source)
     refuse_existing(target)
     if not is_nemo_folder(source):
-        raise ValueError(f"{source} is no NeMo checkpoint: it holds no {WEIGHTS}/ and {CONTEXT}/")
+        raise ValueError(f"{source} is not a NeMo checkpoint: it holds no {WEIGHTS}/ and {CONTEXT}/")
     with tempfile.TemporaryDirectory() as temporary, alone():
         files = Path(reference) if reference is not None else hf_files_of(source, Path(temporary))
         check_same_model(read_config(source), files)

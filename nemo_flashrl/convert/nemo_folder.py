@@ -91,10 +91,12 @@ def weights_dtype(weights: Path) -> torch.dtype:
     try:
         tensors = dist_checkpointing.load_tensors_metadata(str(weights))
     except (CheckpointException, CheckpointingException, OSError, EOFError) as error:
-        raise ValueError(f"{weights} is no whole Megatron checkpoint ({_reason(error)}): copy it again") from error
+        raise ValueError(
+            f"{weights} is not a complete Megatron checkpoint ({_reason(error)}): copy it again"
+        ) from error
     embedding = tensors.get(f"{PREFIX}embedding.word_embeddings.weight")
     if embedding is None:
-        raise ValueError(f"{weights} holds no {PREFIX}embedding.word_embeddings.weight: it is of no language model")
+        raise ValueError(f"{weights} holds no {PREFIX}embedding.word_embeddings.weight: it is not a language model's")
     return embedding.dtype
 
 

@@ -65,7 +65,7 @@ def group_table(trajectories: Sequence[Trajectory], count: int) -> str:
     means = group_metrics(trajectories, [0.0] * len(trajectories))
     passes = " ".join(f"pass@{k} {pass_at_k(trajectories, k):.2f}" for k in sorted({1, count}))
     lines.append(
-        f"all: {passes}; tied groups {means['tied_groups']:.2f}, std inside a group {means['group_reward_std']:.2f}, "
+        f"all: {passes}; tied groups {means['tied_groups']:.2f}, std in a group {means['group_reward_std']:.2f}, "
         f"unique {means['unique_sample_share']:.2f}, distinct answers {means['group_distinct_answers']:.1f}"
     )
     return "\n".join(lines)
@@ -82,7 +82,7 @@ def group_findings(trajectories: Sequence[Trajectory]) -> list[str]:
     if means["tied_groups"] > MOSTLY_TIED:
         solved = np.mean([not t.failed for t in trajectories]) > 0.5
         found.append(
-            f"{means['tied_groups']:.0%} of the groups have equal rewards and teach nothing: "
+            f"{means['tied_groups']:.0%} of the groups have zero reward variance and give no gradient: "
             + ("harder tasks" if solved else "easier tasks or a warm start, or more rollouts a prompt")
         )
     return found
@@ -104,7 +104,7 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
                 parts.tokenizer,
                 limits,
                 episode_sampling(config, parts.tokenizer),
-                max_in_flight=config.rollout.places,
+                max_in_flight=config.rollout.slots,
                 samples=samples,
                 seed=config.trainer.seed,
             )
@@ -115,5 +115,5 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
 
 
 def _text(title: str, table: str, found: list[str]) -> tuple[str, bool]:
-    wrong = [f"{number}. {finding}" for number, finding in enumerate(found, 1)] or ["nothing stands out"]
+    wrong = [f"{number}. {finding}" for number, finding in enumerate(found, 1)] or ["nothing found"]
     return "\n".join([title, "", table, "", *wrong]), bool(found)

@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine(run: RunRecord) -> list[Finding]:
-    """The rules that fire, in the order of `RULES`: what ruins a run comes before what slows it."""
+    """The rules that fire, in the order of `RULES`: what breaks a run comes before what slows it."""
     return [Finding(rule, evidence) for rule in RULES if (evidence := rule.check(run))]
 
 
@@ -38,7 +38,7 @@ def as_text(run: RunRecord, findings: list[Finding]) -> str:
     """What a person reads on a terminal."""
     first, last = run.steps[0]["step"], run.steps[-1]["step"]
     if not findings:
-        return f"{run.folder}: steps {first} to {last}, no rule fires ({len(RULES)} looked)"
+        return f"{run.folder}: steps {first} to {last}, no rule fires ({len(RULES)} checked)"
     lines = [f"{run.folder}: steps {first} to {last}, {len(findings)} finding(s)"]
     for number, finding in enumerate(findings, 1):
         lines += ["", f"{number}. {finding.rule.title}", f"   evidence  {finding.evidence}"]

@@ -51,11 +51,11 @@ def _serve(port: int, others: int, marker: Path | None) -> tuple[str, bool, str]
                     peer.recv(1)  # it has looked for the file
                 answered += 1
     except OSError as error:
-        return "rendezvous", False, f"port {port}: {answered} of {others} hosts came, then {error}"
+        return "rendezvous", False, f"port {port}: {answered} of {others} other tasks connected, then {error}"
     finally:
         if marker is not None:
             marker.unlink()
-    return "rendezvous", True, f"port {port}: {others} other tasks came"
+    return "rendezvous", True, f"port {port}: {others} other tasks connected"
 
 
 def _ask(address: tuple[str, int]) -> Iterator[tuple[str, bool, str]]:
@@ -71,10 +71,14 @@ def _ask(address: tuple[str, int]) -> Iterator[tuple[str, bool, str]]:
         peer.sendall(b"t")
         clock, _, marker = peer.makefile().readline().rstrip("\n").partition(" ")
         skew = float(clock) - (before + time.time()) / 2
-        yield "clock", abs(skew) <= CLOCK_SECONDS, f"{abs(skew):.3f} s from {address[0]}'s"
+        yield "clock", abs(skew) <= CLOCK_SECONDS, f"{abs(skew):.3f} s off {address[0]}'s"
         if marker:
             shared = _appears(Path(marker))
-            yield "shared output", shared, f"{Path(marker).parent} {'shows' if shared else 'does not show'} its files"
+            yield (
+                "shared output",
+                shared,
+                f"{Path(marker).parent} is {'shared' if shared else 'not shared'} with {address[0]}",
+            )
         peer.sendall(b"d")
 
 

@@ -1,4 +1,4 @@
-"""`flashrl doctor env [CONFIG]`: is this node fit for a run, and what does it cost to go without what is missing.
+"""`flashrl doctor env [CONFIG]`: is this node fit for a run, and what does a missing part cost.
 
 Under `srun --ntasks-per-node=1` every host looks at itself, and at its clock and the shared folder beside the first's.
 """
@@ -22,7 +22,7 @@ from nemo_flashrl.config import RunConfig, load
 from nemo_flashrl.doctor.hosts import compare_hosts
 from nemo_flashrl.plan.devices import DEVICES
 
-OK, WITHOUT, BAD = "ok", "--", "NOT"
+OK, WARN, FAIL = "OK", "WARN", "FAIL"
 # Package -> the lines of releases that the tests and NVIDIA's images 25.11 and 26.02 hold; docs/cluster.md shows it.
 TESTED = {
     "nemo_toolkit": ("2.6", "2.7"),
@@ -35,7 +35,7 @@ TESTED = {
 ON_GPUS = {
     "transformer-engine": (("2.9", "2.12"), "Megatron's unfused layers: slower, more memory, no context parallelism"),
     "flash-attn": ((), "attention by Transformer Engine's own kernels"),
-    "apex": ((), "gradients are added to the fp32 sums by kernels of their own"),
+    "apex": ((), "gradient accumulation in fp32 is not fused: extra kernels"),
 }
 FILES, SHARED_MEMORY_GIB = 4096, 1.0
 LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs"}
@@ -43,7 +43,7 @@ LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs"
 
 @dataclass(frozen=True)
 class Look:
-    """One thing looked at: `state` is OK, WITHOUT (a run goes on, at a cost) or BAD (it will not)."""
+    """One thing looked at: `state` is OK, WARN (a run works, at a cost) or FAIL (it does not)."""
 
     state: str
     name: str
@@ -55,10 +55,10 @@ def check_node(name: str | None, overrides: Sequence[str]) -> tuple[str, bool]:
     config = load(name, overrides, unneeded=("output", "model.path")) if name else RunConfig(output="")
     looks = [*_devices(config), *_packages(config), *_variables(config, os.environ), *_limits(config)]
     looks += [*_output(config), *_ports(config)]
-    looks += [Look(OK if fine else BAD, what, found) for what, fine, found in compare_hosts(config.output)]
-    lines = [f"  {look.state:<3} {look.name:<20} {look.found}" for look in looks]
-    bad = [look.name for look in looks if look.state == BAD]
-    verdict = f"a run would fail here: {', '.join(bad)}" if bad else "nothing here keeps a run from starting"
+    looks += [Look(OK if fine else FAIL, what, found) for what, fine, found in compare_hosts(config.output)]
+    lines = [f"  {look.state:<4} {look.name:<20} {look.found}" for look in looks]
+    bad = [look.name for look in looks if look.state == FAIL]
+    verdict = f"a run would fail on this node: {', '.join(bad)}" if bad else "this node is ready for a run"
     return "\n".join([f"{socket.gethostname()}: {name or 'no configuration given'}", *lines, "", verdict]), bool(bad)
 
 
@@ -66,17 +66,17 @@ def _devices(config: RunConfig) -> Iterator[Look]:
     wanted, there = config.cluster.gpus_per_node, platform.describe()
     count = int(there["devices"])
     yield Look(
-        OK if count >= wanted else BAD,
+        OK if count >= wanted else FAIL,
         "GPUs",
         f"{count} x {there['name']}" if count else f"none; cluster.gpus_per_node={wanted}",
     )
     for part in ("CUDA", "NCCL"):
         if wanted or count:
-            yield Look(OK if there[part] else BAD, part, there[part] or f"torch {there['torch']} is built without it")
+            yield Look(OK if there[part] else FAIL, part, there[part] or f"torch {there['torch']} is built without it")
     known = DEVICES.get(config.cluster.device.upper())
     if count and known and float(there["memory_gib"]) < known.memory_gib - 1:
-        memory = f"{there['memory_gib']} GiB; `flashrl plan` reckons with {known.memory_gib} ({config.cluster.device})"
-        yield Look(BAD, "GPU memory", memory)
+        memory = f"{there['memory_gib']} GiB; `flashrl plan` assumes {known.memory_gib} ({config.cluster.device})"
+        yield Look(FAIL, "GPU memory", memory)
 
 
 def _packages(config: RunConfig) -> Iterator[Look]:
@@ -85,20 +85,20 @@ def _packages(config: RunConfig) -> Iterator[Look]:
         version = installed(name)
         tested = version is not None and in_line(version, lines)
         # Another line may well run; a package that is not there does not.
-        state = OK if tested else WITHOUT if version else BAD
+        state = OK if tested else WARN if version else FAIL
         yield Look(state, name, version if tested else f"{version or 'not installed'}; tested: {', '.join(lines)}")
     for name, (lines, cost) in ON_GPUS.items():
         version = installed(name)
         if version:
             untested = lines and not in_line(version, lines)
             yield Look(
-                WITHOUT if untested else OK, name, f"{version}; tested: {', '.join(lines)}" if untested else version
+                WARN if untested else OK, name, f"{version}; tested: {', '.join(lines)}" if untested else version
             )
         elif config.cluster.gpus_per_node:
             needed = name == "transformer-engine" and config.parallel.context > 1
-            yield Look(BAD if needed else WITHOUT, name, f"not installed: {cost}")
+            yield Look(FAIL if needed else WARN, name, f"not installed: {cost}")
         else:
-            yield Look(OK, name, "not installed; of use on GPUs alone")
+            yield Look(OK, name, "not installed; used on GPUs only")
 
 
 def installed(name: str) -> str | None:
@@ -123,33 +123,33 @@ def _variables(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Lo
     for name, value in config.cluster.environment.items():
         given = environment.get(name, value)
         if given != value:
-            yield Look(WITHOUT, name, f"{given} is set on this node and stays; cluster.environment asks for {value}")
+            yield Look(WARN, name, f"{given} is set on this node and is kept; cluster.environment asks for {value}")
 
 
 def _limits(config: RunConfig) -> Iterator[Look]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = f"{soft} files (ulimit -n)"
     yield Look(
-        OK if soft >= FILES else BAD,
+        OK if soft >= FILES else FAIL,
         "open files",
-        enough if soft >= FILES else f"{enough}: {FILES} at least, of {hard}",
+        enough if soft >= FILES else f"{enough}: at least {FILES} needed, hard limit {hard}",
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if config.cluster.nodes > 1 and locked != resource.RLIM_INFINITY:
         yield Look(
-            WITHOUT,
+            WARN,
             "locked memory",
-            f"{locked >> 20} MiB (ulimit -l): InfiniBand needs it unlimited, else NCCL uses TCP",
+            f"{locked >> 20} MiB (ulimit -l): InfiniBand needs unlimited, otherwise NCCL falls back to TCP",
         )
     free = shutil.disk_usage("/dev/shm").free / 2**30
     text = f"{free:.1f} GiB free in /dev/shm"
     fits = free >= SHARED_MEMORY_GIB or not config.cluster.gpus_per_node
-    yield Look(OK if fits else BAD, "shared memory", text if fits else f"{text}: NCCL needs {SHARED_MEMORY_GIB} GiB")
+    yield Look(OK if fits else FAIL, "shared memory", text if fits else f"{text}: NCCL needs {SHARED_MEMORY_GIB} GiB")
 
 
 def _output(config: RunConfig) -> Iterator[Look]:
     if not config.output:
-        yield Look(OK, "output", "not set; give a configuration and output=... to try it")
+        yield Look(OK, "output", "not set; give a configuration and output=... to check it")
         return
     folder = existing_parent(Path(config.output))
     try:
@@ -158,12 +158,14 @@ def _output(config: RunConfig) -> Iterator[Look]:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        yield Look(BAD, "output", f"{folder} cannot be written: {error.strerror}")
+        yield Look(FAIL, "output", f"{folder} cannot be written: {error.strerror}")
         return
     kind = file_system(folder, Path("/proc/self/mounts").read_text())
     free = f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB free on {folder} ({kind})"
     local = config.cluster.nodes > 1 and kind in LOCAL_FILE_SYSTEMS
-    yield Look(BAD if local else OK, "output", f"{free}: {config.cluster.nodes} nodes must share it" if local else free)
+    yield Look(
+        FAIL if local else OK, "output", f"{free}: must be shared by {config.cluster.nodes} nodes" if local else free
+    )
 
 
 def existing_parent(path: Path) -> Path:
@@ -188,7 +190,7 @@ def _ports(config: RunConfig) -> Iterator[Look]:
             try:
                 probe.bind(("0.0.0.0", port))
             except OSError as error:
-                taken = f"{error.strerror}: no server can be started on it, unless it is one that runs already"
-                yield Look(WITHOUT, f"port {port}", taken)
+                taken = f"{error.strerror}: in use; fine if a rollout server already runs there"
+                yield Look(WARN, f"port {port}", taken)
             else:
                 yield Look(OK, f"port {port}", "free")

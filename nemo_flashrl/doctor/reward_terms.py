@@ -94,21 +94,19 @@ def findings(terms: Mapping[str, np.ndarray]) -> list[str]:
     lengths, found = terms[LENGTH], []
     reward = terms["reward"]
     if reward.std() == 0:
-        found.append(f"reward is {reward[0]:g} on every sample: no advantage differs from 0, nothing is learnt")
+        found.append(f"reward is {reward[0]:g} on every sample: every advantage is 0, no gradient")
     for name, values in terms.items():
         if name == LENGTH or name.endswith("(not used)"):
             continue
         own = summarize(name, values, lengths)
         if abs(own.with_length) > FOLLOWS_LENGTH and name != "length penalty":
-            found.append(
-                f"{name} correlates with length by {own.with_length:+.2f}: it pays for length, not for the task"
-            )
+            found.append(f"{name} correlates with length by {own.with_length:+.2f}: it rewards length, not the task")
         if name != "reward" and own.std > reward.std() > 0:
-            found.append(f"{name} varies more than the reward ({own.std:.3g} against {reward.std():.3g}): it decides")
+            found.append(f"{name} varies more than the reward ({own.std:.3g} against {reward.std():.3g}): it dominates")
         if own.outliers:
             worst = own.outliers[0]
             found.append(
-                f"{name} has {len(own.outliers)} outlier(s), the farthest {values[worst]:g} at sample {worst}, with a "
+                f"{name} has {len(own.outliers)} outlier(s), the largest {values[worst]:g} at sample {worst}, with a "
                 f"median of {own.median:g}: clip it, or algorithm.settings.normalisation=quantile"
             )
     return found

@@ -20,22 +20,22 @@ SOLVED = 0.9  # success from which ties and low entropy are what a solved task l
 
 
 def _not_finite(run: RunRecord) -> str:
-    for name in ("loss", "gradient_norm"):
+    for name in ("loss", "grad_norm"):
         bad = np.array([name in step and step[name] is None for step in run.steps])
         if bad.any():
-            return f"{name} is not a number at {steps_where(run, bad)}"
+            return f"{name} is not finite at {steps_where(run, bad)}"
     return ""
 
 
 def _exploding(run: RunRecord) -> str:
-    values = run.column("gradient_norm")
+    values = run.column("grad_norm")
     for end in range(15, len(values) + 1):
         before, now = values[: end - 5], values[end - 5 : end]
         usual = np.nanmedian(before[before > 0]) if (before > 0).any() else np.nan
         if np.isfinite(now).all() and np.median(now) > 10 * usual:
             there = np.arange(len(values)) == np.arange(end - 5, end)[:, None]
             return (
-                f"gradient_norm has median {np.median(now):.3g} at {steps_where(run, there.any(0))}, "
+                f"grad_norm has median {np.median(now):.3g} at {steps_where(run, there.any(0))}, "
                 f"over 10 times the {usual:.3g} before"
             )
     return ""
@@ -52,7 +52,7 @@ def _reference_too_far(run: RunRecord) -> str:
     kl = recent(run.column("kl"), 5)
     if setting(run, "reference.mode") not in ("ema", "hard") or not kl > 0.1:
         return ""
-    return f"kl to a reference that follows is {kl:.3g} nats per token at {last_steps(run, 5)}; below 0.05 is usual"
+    return f"kl to the moving reference is {kl:.3g} nats per token at {last_steps(run, 5)}; below 0.05 is usual"
 
 
 def _advantage_jump(run: RunRecord) -> str:
@@ -137,79 +137,83 @@ def _equal_rewards(run: RunRecord) -> str:
 LEARNING_RULES = (
     Rule(
         "not_finite",
-        "The loss or the gradient is not a number",
+        "Loss or gradient is NaN or inf",
         _not_finite,
-        ("learning rate too high", "a half-precision overflow in the trunk", "a reward or log-prob that is not finite"),
-        "optimizer.learning_rate down to 1e-6; optimizer.clip_gradient=1.0; model.precision=bf16 or fp32",
+        (
+            "learning rate too high",
+            "a half-precision overflow in the transformer layers",
+            "a reward or log-prob that is not finite",
+        ),
+        "optimizer.learning_rate down to 1e-6; optimizer.max_grad_norm=1.0; model.precision=bf16 or fp32",
     ),
     Rule(
         "exploding_gradient",
-        "The gradient explodes",
+        "Gradients explode",
         _exploding,
-        ("learning rate too high", "ratios far from 1 because rollouts are stale", "a reward whose scale changed"),
-        "optimizer.learning_rate lower, optimizer.clip_gradient=1.0, rollout.max_staleness lower",
+        ("learning rate too high", "ratios far from 1 because rollouts are stale", "the reward scale changed"),
+        "optimizer.learning_rate lower, optimizer.max_grad_norm=1.0, rollout.max_staleness lower",
     ),
     Rule(
         "kl_runs_away",
-        "The policy runs away from the reference (KL)",
+        "KL: the policy drifts away from the reference",
         _kl_runs_away,
-        ("learning rate too high", "KL coefficient too small or zero", "a reward that is easy to game"),
+        ("learning rate too high", "KL coefficient too small or zero", "a reward that is easy to hack"),
         "the KL coefficient up (0.01 to 0.1), optimizer.learning_rate lower (1e-6 to 3e-6)",
     ),
     Rule(
         "reference_too_far",
-        "The EMA reference is far behind the policy",
+        "The EMA reference lags far behind the policy",
         _reference_too_far,
-        ("beta of the average too close to 1", "learning rate too high for that beta"),
+        ("EMA decay (reference.beta) too close to 1", "learning rate too high for that decay"),
         "reference.beta lower (0.95 to 0.99) or optimizer.learning_rate lower",
     ),
     Rule(
         "advantage_jump",
-        "The spread of advantages jumps",
+        "Advantage std jumps",
         _advantage_jump,
-        ("the reward's scale changed (environment, reward model)", "the mix of tasks changed", "group size changed"),
-        "keep the reward's scale fixed over the run; change one of group size, temperature, normalisation at a time",
+        ("the reward scale changed (environment, reward model)", "the task mixture changed", "group size changed"),
+        "keep the reward scale fixed over the run; change one of group size, temperature, normalisation at a time",
     ),
     Rule(
         "reward_hacking",
-        "The reward rises while length or repetition explodes",
+        "Reward hacking: reward rises while length or repetition explodes",
         _reward_hacking,
-        ("the reward pays for length or for repeating a call", "no limit on turns that costs anything", "no KL term"),
+        ("the reward pays for length or for repeated tool calls", "no cost on turns or length", "no KL term"),
         "read samples.jsonl; then a length or repetition penalty, or rollout.max_turns and max_tokens_per_turn lower",
     ),
     Rule(
         "loss_without_progress",
-        "The loss falls, success does not, and few tokens are actions",
+        "Loss falls without progress, and few tokens are actions",
         _loss_without_progress,
-        ("observations swamp the context", "the policy is trained on tokens that decide nothing"),
-        "rollout.max_observation_tokens lower; token masks that keep deciding tokens only",
+        ("observations dominate the context", "the policy is trained on tokens that do not matter for the outcome"),
+        "rollout.max_observation_tokens lower; token masks (selection.tokens) that keep only the tokens that matter",
     ),
     Rule(
         "entropy_collapse",
-        "Entropy has collapsed before the task is learnt",
+        "Entropy collapse before the task is learnt",
         _entropy_collapse,
         ("learning rate too high", "no KL or entropy term", "temperature too low"),
         "optimizer.learning_rate lower, rollout.temperature=1.0, a KL coefficient of 0.01 to 0.1",
     ),
     Rule(
         "few_unique_samples",
-        "Samples of a prompt are copies of each other",
+        "Samples of a prompt are (nearly) identical",
         _few_unique_samples,
-        ("temperature too low", "the policy has collapsed", "group size larger than the task has ways"),
+        ("temperature too low", "the policy has collapsed", "group size larger than the number of distinct solutions"),
         "rollout.temperature up to 1.0; algorithm.settings.group_size lower; or flash_reinforce, which has no groups",
     ),
     Rule(
         "tied_groups",
-        "Most groups have equal rewards",
+        "Most groups have zero reward variance",
         _tied_groups,
         ("tasks too hard or too easy for the policy", "group size too small", "reward too coarse"),
         "algorithm.settings.group_size up, or a curriculum near the policy's level; flash_reinforce needs no groups",
     ),
     Rule(
         "equal_rewards",
-        "Whole batches have equal rewards",
+        "Whole batches have zero reward variance",
         _equal_rewards,
-        ("the policy never solves a task", "a broken reward", "batches too small for how rare success is"),
+        ("the policy never solves a task (sparse reward)", "a broken reward", "batches too small for a rare success"),
         "easier tasks first, a better warm start, rollout.batch_size up; play one episode by hand to see the reward",
     ),
 )

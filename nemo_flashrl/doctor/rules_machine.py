@@ -26,8 +26,8 @@ def _fragmented(run: RunRecord) -> str:
     if not (grown or recent(loose) > 0.2):
         return ""
     return (
-        f"memory_retries went from {retries[0]:.0f} to {retries[-1]:.0f}; {recent(loose):.0%} of the device is held "
-        f"but not used (memory_reserved_gib - memory_peak_gib, {last_steps(run)})"
+        f"memory_retries went from {retries[0]:.0f} to {retries[-1]:.0f}; {recent(loose):.0%} of the device is "
+        f"reserved but not allocated (memory_reserved_gib - memory_peak_gib, {last_steps(run)})"
     )
 
 
@@ -43,10 +43,11 @@ def _trainer_waits(run: RunRecord) -> str:
 
 
 def _rollouts_wait(run: RunRecord) -> str:
-    share = _share_of_step(run, "rollouts_wait_seconds")
+    name = "rollout_idle_seconds_during_training"
+    share = _share_of_step(run, name)
     if not (long_enough(run) and setting(run, "rollout.mode") in ("async", "in_flight") and share > 0.5):
         return ""
-    return f"rollouts_wait_seconds is {share:.0%} of step_seconds at {last_steps(run)}: episodes wait for the trainer"
+    return f"{name} is {share:.0%} of step_seconds at {last_steps(run)}: rollouts wait for the trainer"
 
 
 def _padding(run: RunRecord) -> str:
@@ -65,84 +66,94 @@ def _imbalance(run: RunRecord) -> str:
     share = recent(run.column("cost_imbalance"))
     if not (long_enough(run) and share > 0.15):
         return ""
-    return f"cost_imbalance is {share:.2f} at {last_steps(run)}: ranks wait that share of a mean rank's work"
+    return f"cost_imbalance is {share:.2f} at {last_steps(run)}: ranks idle for that share of the mean rank's work"
 
 
 def _no_recompute(run: RunRecord) -> str:
     asked = setting(run, "model.recompute", "none")
-    missing = run.column("recompute_in_force") == 0
+    missing = run.column("recompute_active") == 0
     if asked == "none" or not missing.any():
         return ""
-    return f"model.recompute is {asked}, yet recompute_in_force is 0 at {steps_where(run, missing)}"
+    return f"model.recompute is {asked}, yet recompute_active is 0 at {steps_where(run, missing)}"
 
 
 def _no_flash_attention(run: RunRecord) -> str:
-    missing = run.column("flash_attention_in_force") == 0
-    return f"flash_attention_in_force is 0 at {steps_where(run, missing)}" if missing.any() else ""
+    missing = run.column("flash_attention_active") == 0
+    return f"flash_attention_active is 0 at {steps_where(run, missing)}" if missing.any() else ""
 
 
 MACHINE_RULES = (
     Rule(
         "memory_full",
-        "Memory is full, or nearly",
+        "GPU memory nearly full: out of memory (OOM) is close",
         _near_full,
-        ("microbatches too large", "activations kept that could be recomputed", "too few ranks share the model"),
+        ("microbatches too large", "activations stored that could be recomputed", "model parallelism too small"),
         "batching.max_tokens_per_microbatch lower, model.recompute=full, parallel.tensor up; see `flashrl plan`",
     ),
     Rule(
         "fragmentation",
-        "The allocator's memory is in pieces",
+        "GPU memory is fragmented",
         _fragmented,
-        ("microbatches of ever new shapes", "a device close to full"),
-        f"environment {ALLOCATOR}; batching.max_tokens_per_microbatch lower",
+        ("microbatches of varying shapes", "a device close to full"),
+        f"set {ALLOCATOR}; batching.max_tokens_per_microbatch lower",
     ),
     Rule(
         "recompute_missing",
-        "Recomputation was asked for and is not in force",
+        "Activation recomputation is configured but not active",
         _no_recompute,
         ("a model class that ignores the setting", "the model is in evaluation mode"),
         "model.recompute=full with a model of the supported families",
     ),
     Rule(
         "flash_attention_missing",
-        "Flash attention is not in force",
+        "Flash attention is not active",
         _no_flash_attention,
-        ("Transformer Engine or flash-attn not installed", "NVTE_FLASH_ATTN=0 or a mask that it does not take"),
+        (
+            "Transformer Engine or flash-attn not installed",
+            "NVTE_FLASH_ATTN=0, or an attention mask that it does not support",
+        ),
         "use the NGC image; unset NVTE_FLASH_ATTN and NVTE_FUSED_ATTN; batching.layout=packed",
     ),
     Rule(
         "trainer_waits",
-        "The trainer waits for rollouts",
+        "Rollout-bound: the trainer waits for rollouts",
         _trainer_waits,
-        ("too few rollout GPUs or servers", "slow tools in the environment", "no episodes in flight during training"),
+        (
+            "too few rollout GPUs or servers",
+            "slow tool calls in the environment",
+            "no episodes in flight during training",
+        ),
         "more rollout servers; rollout.max_in_flight above rollout.batch_size; rollout.step_timeout lower",
     ),
     Rule(
         "rollouts_wait",
-        "Rollouts wait for the trainer",
+        "Trainer-bound: rollouts wait for the trainer",
         _rollouts_wait,
-        ("more rollout GPUs than the trainer can feed on", "a training step slowed by padding or small microbatches"),
+        ("more rollout GPUs than the trainer can keep busy", "a training step slowed by padding or small microbatches"),
         "move GPUs from rollouts to training; batching.max_tokens_per_microbatch up",
     ),
     Rule(
         "padding",
-        "Much of a microbatch is padding",
+        "Too much padding",
         _padding,
-        ("padded layout with lengths that differ much", "a budget so large that short and long share a rectangle"),
+        (
+            "padded layout with very different lengths",
+            "a token budget so large that short and long trajectories share a microbatch",
+        ),
         "batching.layout=packed; or batching.max_tokens_per_microbatch lower in the padded layout",
     ),
     Rule(
         "imbalance",
-        "Data-parallel ranks wait for each other",
+        "Load imbalance: data-parallel ranks wait for stragglers",
         _imbalance,
-        ("fewer microbatches than there are lengths to balance", "single trajectories longer than the budget"),
+        ("too few microbatches to balance the lengths", "single trajectories longer than the token budget"),
         "rollout.batch_size up, batching.max_tokens_per_microbatch lower",
     ),
     Rule(
         "slow_refit",
-        "Handing weights to the sampler takes long",
+        "Weight sync (refit) is slow",
         _slow_refit,
-        ("weights sent over a slow network", "a training step that is very short"),
-        "servers on the trainer's fabric; rollout.batch_size up, so that there are fewer updates",
+        ("weights sent over a slow network", "a very short training step"),
+        "rollout servers on the trainer's network fabric; rollout.batch_size up, for fewer weight syncs",
     ),
 )

@@ -27,10 +27,7 @@ def _mismatch(run: RunRecord) -> str:
     if bad.sum() * 2 <= fresh.sum():
         return ""
     worst = np.nanmean(difference[bad])
-    return (
-        f"logprob_difference is {worst:.3g} nats per token at {steps_where(run, bad)}, where the batch was sampled by "
-        "the very weights that train on it (staleness_max 0)"
-    )
+    return f"logprob_difference is {worst:.3g} nats per token at {steps_where(run, bad)} on-policy (staleness_max 0)"
 
 
 def _gate_strict(run: RunRecord) -> str:
@@ -90,60 +87,60 @@ def _cut_by_context(run: RunRecord) -> str:
 SAMPLING_RULES = (
     Rule(
         "sampler_mismatch",
-        "Sampler and trainer disagree on fresh tokens",
+        "Sampler and trainer log-probs disagree on-policy",
         _mismatch,
         (
-            "temperature of the sampler and of the trainer's log-probs not equal",
-            "weights that did not reach the sampler",
-            "an engine with other numerics (quantised weights, KV cache in fp8, another RoPE scaling)",
+            "sampling temperature differs from that of the trainer's log-probs",
+            "weight sync did not reach the sampler",
+            "different numerics in the engine (quantised weights, fp8 KV cache, another RoPE scaling)",
         ),
-        "sample at rollout.temperature and nothing else: no top-p, top-k or penalties in the engine; same precision",
+        "sample at rollout.temperature alone: no top-p, top-k or penalties in the engine; same precision",
     ),
     Rule(
         "gate_rejects_stale",
-        "The gate rejects much, because rollouts are stale",
+        "The gate rejects many trajectories: rollouts are stale",
         _gate_stale,
         ("too many policy versions between sampling and training", "learning rate too high for that staleness"),
         "rollout.max_staleness, rollout.lag or rollout.max_in_flight lower; optimizer.learning_rate lower",
     ),
     Rule(
         "gate_rejects_fresh",
-        "The gate rejects fresh trajectories",
+        "The gate rejects on-policy trajectories",
         _gate_strict,
-        ("delta too small for the engine's rounding", "a sampler in lower precision than the trainer"),
+        ("delta too small for the engine's rounding error", "a sampler in lower precision than the trainer"),
         "algorithm.settings.delta up (3e-3 is the paper's value)",
     ),
     Rule(
         "clipped",
         "Many tokens are clipped",
         _clip,
-        ("batches used too often or too late", "clip range too narrow", "learning rate too high"),
+        ("too many updates per batch, or stale batches", "clip range too narrow", "learning rate too high"),
         "clip_low and clip_high to 0.05 to 0.2 or wider; rollout.lag lower; optimizer.learning_rate lower",
     ),
     Rule(
         "extreme_ratios",
-        "Trajectories are dropped for impossible ratios",
+        "Trajectories are dropped for extreme importance ratios",
         _extreme,
-        ("a fault of the sampler: wrong log-probs for single tokens", "weights replaced under a cached prefix"),
-        "look at the engine's log-probs first; algorithm.settings.ratio_guard only hides it",
+        ("a sampler bug: wrong log-probs for single tokens", "prefix cache not reset at the weight sync"),
+        "check the engine's log-probs first; a higher algorithm.settings.ratio_guard only hides it",
     ),
     Rule(
         "too_old",
-        "Many trajectories are too old to train on",
+        "Many trajectories are too stale to train on",
         _too_old,
-        ("episodes much longer than a training step", "more episodes in flight than training takes up"),
+        ("episodes much longer than a training step", "more episodes in flight than training consumes"),
         "rollout.max_staleness up, rollout.max_in_flight lower, or more rollout GPUs",
     ),
     Rule(
         "environment_errors",
-        "The environment fails often",
+        "Environment errors",
         _environment_errors,
         ("tools or servers that time out", "a bug in the environment"),
         "read `info.error` in trajectories.jsonl; rollout.step_timeout up",
     ),
     Rule(
         "cut_by_limits",
-        "Many episodes end at a limit, not by themselves",
+        "Many episodes end at a limit (truncated)",
         _cut_by_context,
         ("limits below what the task needs", "a policy that loops", "observations too long"),
         "rollout.max_turns or model.context_length up; rollout.max_observation_tokens lower",

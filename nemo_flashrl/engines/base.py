@@ -17,7 +17,7 @@ class Engine(Protocol):
 
     Weights arrive as a stream of Hugging Face names and tensors, one at a time; an engine may not keep
     the tensors it is handed, only copies. `version` is the policy version it now serves; `faults` counts since the
-    start, by reason, what went wrong and was made good: tries that were repeated, and `servers_fallen`.
+    start, by reason, faults that were recovered from: retries, and `servers_lost`.
     """
 
     version: int
@@ -28,7 +28,7 @@ class Engine(Protocol):
         ...
 
     async def load_weights(self, stream: NamedTensors, version: int) -> None:
-        """Replace all weights, then serve them as `version`; on any error the old ones go on serving."""
+        """Replace all weights, then serve them as `version`; on any error the old ones stay."""
         ...
 
     async def close(self) -> None:

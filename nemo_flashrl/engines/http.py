@@ -3,7 +3,7 @@
 generate ----> the server with the least in flight ----> checked answer
                  |  fault: counted, then another server, a few times
 load_weights -> a folder (weight_folder.py) -> every server: pause, load, go on -> probe (probe.py)
-                 |  fault: the old weights go on serving; again, a few times
+                 |  fault: the old weights stay; retried a few times
 """
 
 from __future__ import annotations
@@ -142,13 +142,13 @@ class RemoteEngine:
                     self._pool.drop(server)
                 elif await self._pool.examine(server) and attempt:
                     await asyncio.sleep(2.0**attempt / 4)
-        raise RuntimeError(f"a generation failed {GENERATE_ATTEMPTS} times; the last fault: {last[1]}") from last[1]
+        raise RuntimeError(f"a generation failed {GENERATE_ATTEMPTS} times; last fault: {last[1]}") from last[1]
 
     async def load_weights(self, stream: NamedTensors, version: int) -> None:
         """Hand new weights to all servers and serve them as `version`.
 
-        Requests in flight go on with the new weights. A server that cannot take them is left out until the next sync;
-        where all refuse them, the old weights go on serving; where none is there, one that comes back is waited for.
+        Requests in flight continue with the new weights. A server that cannot take them is removed from the pool until
+        the next sync; where all refuse, the old weights stay; where all are down, one that comes back is waited for.
 
         Raises:
             NoServer: no server took them, or none came back in time.
@@ -192,15 +192,15 @@ class RemoteEngine:
         longest = await self._dialect.longest_context(self._pool, server)
         if longest is not None and longest < self._context:
             raise ValueError(
-                f"{server.url} takes {longest} tokens of prompt and answer together, and an episode may come to "
-                f"{self._context} (model.context_length): start it with this run's configuration by `flashrl "
+                f"{server.url} takes at most {longest} tokens (prompt plus answer), and an episode may come to "
+                f"{self._context} (model.context_length): start it with this run's configuration with `flashrl "
                 "serve-rollout`"
             )
         if self._weights is not None:
             await self._sync(server, self._weights)
 
     async def _distribute_to_some(self, weights: Weights) -> None:
-        """Until a server serves `weights`; they may all have fallen while nobody asked them anything."""
+        """Until a server serves `weights`; they may all have gone down while no request was in flight."""
         servers = self._pool.servers
         for _ in range(SYNC_ATTEMPTS):
             failures = [result for result in await self._distribute(weights) if result is not None]
@@ -244,7 +244,7 @@ class RemoteEngine:
             raise Fault(
                 "probe",
                 f"{server.url} computes other log-probs than the trainer after the weights of version "
-                f"{weights.version}: {distance:.3g} nats a token apart on average",
+                f"{weights.version}: {distance:.3g} nats per token apart on average",
             )
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
@@ -258,7 +258,7 @@ class RemoteEngine:
         try:
             generation = self._dialect.read(answer, self._initial_version if self._weights is None else None)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise Fault("malformed", f"{server.url} answered in an unknown form: {error!r}") from error
+            raise Fault("malformed", f"{server.url} answered in an unknown format: {error!r}") from error
         count = len(generation.token_ids)
         if not count == len(generation.logprobs) == len(generation.versions) or not 0 < count <= sampling.max_tokens:
             raise Fault(
@@ -269,7 +269,7 @@ class RemoteEngine:
         if min(generation.token_ids) < 0 or max(generation.token_ids) >= self._vocab_size:
             raise Fault("token_id", f"{server.url} sampled a token outside the vocabulary of {self._vocab_size}")
         if not math.isfinite(sum(generation.logprobs)) or max(generation.logprobs) > 1e-5:
-            raise Fault("logprob", f"{server.url} answered with a log-prob that is none: {min(generation.logprobs)}")
+            raise Fault("logprob", f"{server.url} answered with an invalid log-prob: {min(generation.logprobs)}")
         return generation
 
 

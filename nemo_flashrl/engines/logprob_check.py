@@ -40,13 +40,13 @@ async def check_sampling(dialect: _Scores, pool: ServerPool, server: Server, voc
     likely, rare = both[-1], both[0]
     if min(cold.values()) < -1000 or min(hot.values()) < -1000:
         raise ValueError(
-            f"of the {count} likeliest tokens some have probability 0: the server truncates the distribution (top-k, "
+            f"some of the {count} likeliest tokens have probability 0: the server truncates the distribution (top-k, "
             "top-p or min-p), and importance ratios would be wrong"
         )
     gap, hot_gap = cold[likely] - cold[rare], hot[likely] - hot[rare]
     if abs(hot_gap - gap) < abs(hot_gap - gap / _HOT):
         raise ValueError(
-            "log-probs do not change with the temperature: they are raw, not of the distribution that was sampled "
+            "log-probs do not change with the temperature: they are raw, not those of the sampling distribution "
             "(vLLM: --logprobs-mode processed_logprobs)"
         )
     whole = (await dialect.score(pool, server, [*prompt, likely]))[-1]

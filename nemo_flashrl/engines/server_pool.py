@@ -2,7 +2,7 @@
 
     ask -> POST ................................ answer
              |  while it waits: GET health, again and again
-             +--> refused, 5xx, or silent three times: the server has fallen, all its requests fail at once
+             +--> refused, 5xx, or three missed checks: the server is down, all its requests fail at once
 
 A generation has no time-out of its own: a long turn on a healthy server is waited for, never sent twice.
 """
@@ -46,7 +46,7 @@ class Server:
         self.url = url.rstrip("/")
         self.up = False
         self.in_flight = 0
-        self.fallen: asyncio.Future[None] | None = None  # done when the server falls; new when it comes up
+        self.went_down: asyncio.Future[None] | None = None  # done when the server goes down; new when it comes up
         self.watcher: asyncio.Task | None = None
         self.rising = asyncio.Lock()
 
@@ -114,20 +114,20 @@ class ServerPool:
         """Post and wait as long as the server is alive.
 
         Raises:
-            Fault: it fell, failed or answered with something that is not JSON. ValueError: it refused the request.
+            Fault: it went down, failed or answered with something that is not JSON. ValueError: it refused the request.
         """
         return await self.watched(server, self.call(server, path, body, timeout=None))
 
     async def watched(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` on a server that is up returns, as long as that is alive. Raises as `work`; Fault: it fell."""
+        """What `work` on a server that is up returns, while it is alive. Raises as `work`; Fault: it went down."""
         server.in_flight += 1
         if server.watcher is None or server.watcher.done():
             server.watcher = asyncio.create_task(self._watch(server))
         working = asyncio.create_task(work)
         try:
-            await asyncio.wait({working, server.fallen}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, server.went_down}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise Fault("dead", f"{server.url} fell while it owed an answer")
+                raise Fault("dead", f"{server.url} went down with a request in flight")
             return working.result()
         finally:
             server.in_flight -= 1
@@ -149,7 +149,7 @@ class ServerPool:
             async with self._session.request(method, url, json=body, timeout=limit, headers=headers) as response:
                 content, status = await response.read(), response.status
         except TimeoutError as error:
-            raise Fault("timeout", f"{server.url}{path} did not answer in {limit.total:g} s") from error
+            raise Fault("timeout", f"{server.url}{path} timed out after {limit.total:g} s") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed meanwhile
             raise Fault("unreachable", f"{server.url}{path}: {type(error).__name__}: {error}") from error
         if status in _REFUSED and status not in _PASSING:
@@ -159,10 +159,10 @@ class ServerPool:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise Fault("malformed", f"{server.url}{path} answered with no JSON: {_excerpt(content)}") from error
+            raise Fault("malformed", f"{server.url}{path} did not answer with JSON: {_excerpt(content)}") from error
 
     async def examine(self, server: Server) -> bool:
-        """Look whether a server is alive, and let it fall if it is not."""
+        """Check whether a server is alive, and drop it from the pool if it is not."""
         try:
             await self._check_health(server)
         except Fault as fault:
@@ -171,13 +171,13 @@ class ServerPool:
         return True
 
     def drop(self, server: Server, why: str = "") -> None:
-        """Use a server no more until it has been adopted again; what it owes fails now."""
+        """Remove a server from the pool until it is adopted again; its requests in flight fail now."""
         if server.up:
             server.up = False
-            self.faults["servers_fallen"] += 1
+            self.faults["servers_lost"] += 1
             if not self._closed:
-                say(f"{server.url} has fallen and is left out" + (f": {why}" if why else ""))
-            server.fallen.set_result(None)
+                say(f"{server.url} is down, removed from the pool" + (f": {why}" if why else ""))
+            server.went_down.set_result(None)
 
     async def bring_up(self, server: Server) -> None:
         """Adopt a server that is down, if it answers. Raises as `call`."""
@@ -186,9 +186,9 @@ class ServerPool:
                 return
             await self._check_health(server)
             await self._adopt(server)
-            if server.fallen is not None:
-                say(f"{server.url} has come back and is used again")
-            server.fallen = asyncio.get_running_loop().create_future()
+            if server.went_down is not None:
+                say(f"{server.url} is up again, back in the pool")
+            server.went_down = asyncio.get_running_loop().create_future()
             server.up = True
 
     async def close(self) -> None:
@@ -222,7 +222,7 @@ class ServerPool:
                     await asyncio.sleep(min(1.0, self._health_seconds))
         except TimeoutError as error:
             raise NoServer(
-                f"no rollout server came up in {self.timeout:g} s: {urls}; the last fault: {last}"
+                f"no rollout server came up in {self.timeout:g} s (rollout.server_timeout): {urls}; last fault: {last}"
             ) from error
 
     async def _check_health(self, server: Server) -> None:
@@ -236,7 +236,7 @@ class ServerPool:
                 raise
 
     async def _watch(self, server: Server) -> None:
-        """Look after a server as long as it owes answers."""
+        """Health-check a server as long as it has requests in flight."""
         missed = 0
         while server.up and server.in_flight:
             await asyncio.sleep(self._health_seconds)

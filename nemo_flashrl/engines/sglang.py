@@ -65,17 +65,17 @@ class SGLangDialect:
         return Generation(tuple(row[1] for row in rows), tuple(row[0] for row in rows), versions, reason)
 
     async def check(self, pool: ServerPool, server: Server) -> None:
-        """Routes, versions, then what the log-probs are of; a server that was left paused goes on."""
+        """Routes, versions, then what the log-probs are of; a server that was left paused is continued."""
         try:
             await pool.call(server, "/continue_generation", {})
             answer = await pool.call(server, self.generate_path, self.request([0], Sampling(max_tokens=1)))
             if "weight_versions" not in answer["meta_info"]:
-                raise ValueError("it does not tell the weights' version of each token")
+                raise ValueError("it does not report the weight version of each token")
             await check_sampling(self, pool, server, self._vocab_size)
         except ValueError as error:
             raise ValueError(f"{server.url}: {error}; supported is {SUPPORTED}") from error
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{server.url} answers as no {SUPPORTED} does ({error!r})") from error
+            raise ValueError(f"{server.url} does not answer as {SUPPORTED} does ({error!r})") from error
 
     async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
         """See `Dialect.longest_context`; only its own log says."""
@@ -96,11 +96,11 @@ class SGLangDialect:
         body = self.request(token_ids, Sampling(max_tokens=1), logprob_start_len=0)
         rows = (await pool.call(server, self.generate_path, body))["meta_info"]["input_token_logprobs"]
         if [row[1] for row in rows] != list(token_ids):
-            raise Fault("malformed", f"{server.url} scored other tokens than it was asked for")
+            raise Fault("malformed", f"{server.url} scored tokens other than those it was asked for")
         return [row[0] for row in rows[1:]]
 
     async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
-        """Take back what is in flight, load, drop the old keys and values, go on."""
+        """Take back what is in flight, load, reset the KV cache, continue."""
         await pool.call(server, "/pause_generation", {"mode": "retract"})
         body = {"model_path": str(weights.folder), "weight_version": str(weights.version), "flush_cache": True}
         try:

@@ -99,7 +99,7 @@ class TransformersEngine:
         error in the middle of it leaves the old weights serving. With tied embeddings `lm_head.weight` may be absent.
 
         Raises:
-            ValueError: a name that the model lacks, that came twice or did not come, or another shape.
+            ValueError: an unknown, duplicate or missing tensor, or another shape.
         """
         staged = self._stage(stream)
         if self._closed:
@@ -146,14 +146,14 @@ class TransformersEngine:
             if name not in parameters:
                 raise ValueError(f"weights: the model has no tensor named {name}")
             if name in staged:
-                raise ValueError(f"weights: {name} came twice")
+                raise ValueError(f"weights: duplicate tensor {name}")
             own = parameters[name]
             if tensor.shape != own.shape:
                 raise ValueError(f"weights: {name} has shape {tuple(tensor.shape)}, the model's is {tuple(own.shape)}")
             staged[name] = tensor.detach().to(device=own.device, dtype=own.dtype, copy=True)
         if missing := [name for name in parameters if name not in staged and name not in optional]:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""
-            raise ValueError(f"weights: {missing[0]}{more} did not come")
+            raise ValueError(f"weights: missing tensor {missing[0]}{more}")
         if optional & staged.keys() and not torch.equal(staged["lm_head.weight"], staged["model.embed_tokens.weight"]):
             raise ValueError(
                 "weights: the embeddings are tied, but lm_head.weight differs from model.embed_tokens.weight"
@@ -225,7 +225,7 @@ class _Wave:
             zip(self.requests, tokens[:, 0].tolist(), chosen[:, 0].tolist(), strict=True)
         ):
             if not math.isfinite(logprob):
-                raise FloatingPointError("the model's logits are not finite: the weights it was given are broken")
+                raise FloatingPointError("the model's logits are not finite: its weights are broken")
             request.sampled.append(token)
             request.logprobs.append(logprob)
             request.versions.append(version)

@@ -80,14 +80,14 @@ class VLLMDialect:
         return Generation(token_ids, logprobs, versions, choice["finish_reason"])
 
     async def check(self, pool: ServerPool, server: Server) -> None:
-        """Routes, transfer backend, then what the log-probs are of; a server that was left paused goes on."""
+        """Routes, transfer backend, then what the log-probs are of; a server that was left paused is continued."""
         try:
             await pool.call(server, "/is_paused")
             await pool.call(server, "/weight_info")
         except ValueError as error:
             raise ValueError(
                 f"{server.url} lacks the routes for new weights ({error}): VLLM_SERVER_DEV_MODE=1 is not set, or it is "
-                f"no {SUPPORTED}; {_HOW}"
+                f"not {SUPPORTED}; {_HOW}"
             ) from error
         await pool.call(server, "/resume", {})
         try:
@@ -95,11 +95,11 @@ class VLLMDialect:
         except ValueError as error:
             raise ValueError(f"{server.url}: {error}; {_HOW}") from error
         except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{server.url} answers as no {SUPPORTED} does ({error!r}); {_HOW}") from error
+            raise ValueError(f"{server.url} does not answer as {SUPPORTED} does ({error!r}); {_HOW}") from error
         try:
             await pool.call(server, "/init_weight_transfer_engine", {"init_info": {}})
         except (Fault, ValueError) as error:
-            raise ValueError(f"{server.url} has no weight-transfer backend of ours ({error}); {_HOW}") from error
+            raise ValueError(f"{server.url} lacks our weight-transfer backend ({error}); {_HOW}") from error
 
     async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
         """See `Dialect.longest_context`: `--max-model-len`, or what the checkpoint says."""
@@ -132,7 +132,7 @@ class VLLMDialect:
         version: int,
         untouched: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Pause between two tokens, load, drop the old keys and values, go on.
+        """Pause between two tokens, load, reset the KV cache, continue.
 
         A load that fails is followed by going on with the old weights, or by nothing where they are not `untouched`.
         """
@@ -186,7 +186,7 @@ class AdapterEngine(RemoteEngine):
         except ValueError as error:
             if f"`{ADAPTER}` does not exist" not in str(error):
                 raise
-            raise Fault("version", f"{server.url} has no adapter: it was started anew") from error
+            raise Fault("version", f"{server.url} has lost the adapter: it was restarted") from error
 
 
 class AdapterDialect(VLLMDialect):

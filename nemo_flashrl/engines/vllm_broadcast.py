@@ -40,7 +40,7 @@ class _Failed(Exception):
 class BroadcastEngine(RemoteEngine):
     """An `Engine` over vLLM servers in one process group with this process; arguments as `RemoteEngine` has them.
 
-    `weights_folder` is for this process alone. The group is made anew when a server has fallen or come back.
+    `weights_folder` is for this process alone. The group is made anew when a server has gone down or come back.
     """
 
     def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:

@@ -23,7 +23,7 @@ _MESSAGES = "a list of messages like {'role': 'user', 'content': 'text'}"
 
 
 class EnvironmentFailure(Exception):
-    """The environment raised, took too long, or answered with something that is no answer."""
+    """The environment raised, timed out, or returned something invalid."""
 
 
 async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
@@ -45,7 +45,7 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
             call.cancel()
             await asyncio.wait({call}, timeout=_GRACE)
     if late:
-        raise EnvironmentFailure(f"{name}: no answer in {timeout:g} s (rollout.step_timeout)")
+        raise EnvironmentFailure(f"{name}: timed out after {timeout:g} s (rollout.step_timeout)")
     if call.cancelled():
         raise EnvironmentFailure(f"{name}: cancelled itself")
     return call.result()
@@ -82,7 +82,7 @@ def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
     except Exception as error:
         raise ValueError(f"tasks: {in_words(error)}") from error
     if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
-        raise ValueError(f"tasks returns a {type(tasks).__name__}: it has to have a length and an index, a list say")
+        raise ValueError(f"tasks returns a {type(tasks).__name__}: it must have __len__ and __getitem__, as a list has")
     if len(tasks) == 0:
         raise ValueError("there are no tasks: the prompt set is empty")
     return tasks
@@ -141,7 +141,7 @@ async def reset(environment: Environment, task: Any) -> list[Message]:
     for message in messages:
         texts = (message.get("content"), message.get("role", "")) if isinstance(message, dict) else (None,)
         if not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"the prompt holds {_shown(message)}, and has to be {_MESSAGES}")
+            raise TypeError(f"the prompt holds {_shown(message)}, and must be {_MESSAGES}")
     return list(messages)
 
 
@@ -155,11 +155,11 @@ async def step(environment: Environment, action: str) -> StepResult:
             value = getattr(result, name)
             raise TypeError(f"StepResult.{name} is a {type(value).__name__}, not a {kind.__name__}")
     if not all(isinstance(name, str) for name in result.shaping):
-        raise TypeError(f"StepResult.shaping has the names {_shown(list(result.shaping))}, which are not all texts")
+        raise TypeError(f"StepResult.shaping has the names {_shown(list(result.shaping))}, which must all be strings")
     try:
         json.dumps(result.info)
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"the info is nothing that JSON can hold: {error}") from error
+        raise TypeError(f"the info is not JSON-serializable: {error}") from error
     return StepResult(
         observation=result.observation,
         reward=_number("reward", result.reward),

@@ -32,10 +32,17 @@ class Rule:
 
 
 RULES = (
-    Rule("advantage_jump", "advantage_jump", True, "keep the reward's scale; move one thing at a time"),
+    Rule("advantage_jump", "advantage_jump", True, "keep the reward scale; change one setting at a time"),
     Rule("unique_samples", "unique_sample_share", False, "rollout.temperature up, or fewer rollouts a prompt"),
-    Rule("distinct_answers", "group_distinct_answers", False, "rollout.temperature up, or a task of more answers"),
-    Rule("selected", "selected_share", False, "tasks of middling success: a curriculum, or larger groups"),
+    Rule(
+        "distinct_answers",
+        "group_distinct_answers",
+        False,
+        "rollout.temperature up, or a task with more distinct answers",
+    ),
+    Rule(
+        "effective_fraction", "effective_fraction", False, "tasks of medium difficulty (a curriculum), or larger groups"
+    ),
     Rule("entropy", "sampled_entropy", False, "optimizer.learning_rate down, a KL term, rollout.temperature up"),
     Rule("length_trend", "length_trend", True, "length_penalty.coefficient above 0, rollout.max_tokens_per_turn down"),
     Rule("repeated_tokens", "repeated_token_share", True, "length_penalty.unit=new_tokens, a KL term"),
@@ -59,7 +66,7 @@ class Monitors:
         self._warned = False
 
     def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Take in the steps that a run that goes on has behind it; they stop nothing."""
+        """Take in the steps of a resumed run that are done; they stop nothing."""
         for record in steps:
             self.see(record)
         self.reason = ""
@@ -78,7 +85,7 @@ class Monitors:
                 word = "above" if rule.highest else "below"
                 self.reason = (
                     f"{rule.metric}={value:.3g} is {word} monitors.{rule.field}={limit:g} for "
-                    f"{self._beyond[rule.field]} steps, the last of them step {record['step']}; change: {rule.change}"
+                    f"{self._beyond[rule.field]} consecutive steps, up to step {record['step']}; change: {rule.change}"
                 )
         self._warn(record)
         return measured
@@ -114,7 +121,7 @@ class Monitors:
             return
         self._warned = True
         logger.warning(
-            "step %d: %.0f%% of a group's samples are unique (under %.0f%%): rollouts of one prompt say the same; "
+            "step %d: %.0f%% of a group's samples are unique (under %.0f%%): rollouts of a prompt are near copies; "
             "rollout.temperature up, or fewer rollouts a prompt",
             record["step"],
             100 * share,

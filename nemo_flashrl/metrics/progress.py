@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-RECENT_STEPS = 20  # that the time left is estimated from
-PHASES = {"rollout_seconds": "rollouts", "train_seconds": "training", "refit_seconds": "weights"}
+RECENT_STEPS = 20  # that the ETA is estimated from
+PHASES = {"rollout_seconds": "rollouts", "train_seconds": "training", "refit_seconds": "weight sync"}
 
 
 class Progress:
@@ -70,7 +70,7 @@ def rewrite(line: str) -> str:
 
 
 def progress_line(record: Mapping[str, Any], steps: int, seconds: float) -> str:
-    """One step for a person: `seconds` is what a step takes of late."""
+    """One step for a person: `seconds` is what a recent step takes."""
     times = {name: record[key] for key, name in PHASES.items() if key in record}
     slowest = max(times, key=times.get)
     gate = f"  gate {record['gate_acceptance']:.2f}" if "gate_acceptance" in record else ""
@@ -79,7 +79,7 @@ def progress_line(record: Mapping[str, Any], steps: int, seconds: float) -> str:
         f"step {record['step']:>4}/{steps}  reward {record['reward_mean']:.3f}  success {record['success']:.3f}{gate}"
         f"  turns {record['turns']:.1f}  {_thousands(record['tokens_per_second'])} tokens/s  {seconds:.2f} s/step, "
         f"{times[slowest] / max(record['step_seconds'], 1e-9):.0%} {slowest}"
-        f"  left {_duration(seconds * (steps - record['step']))}{errors}"
+        f"  ETA {_duration(seconds * (steps - record['step']))}{errors}"
     )
 
 

@@ -122,8 +122,8 @@ def _page(
         *_memory_table(memory),
         "",
         f"  {'fits' if fullest <= usable else 'DOES NOT FIT'}: the fullest rank holds {fullest:.1f} GiB of {usable:.1f}"
-        f" usable ({device.memory_gib:.1f} less {1 - USABLE:.0%} for kernels' workspace and the allocator)",
-        f"  largest context, one trajectory a microbatch: {longest} tokens",
+        f" usable ({device.memory_gib:.1f} less {1 - USABLE:.0%} for kernel workspaces and the allocator)",
+        f"  largest context, one trajectory per microbatch: {longest} tokens",
         f"  fewest GPUs for a context of {sizes['context']}: {_named(smallest)}",
         "",
         *_time_lines(shape, layout, device, sizes, action_share),
@@ -143,7 +143,7 @@ def _count(number: int) -> str:
 
 def _memory_table(memory: list[StageMemory]) -> list[str]:
     names = ("weights", "gradients", "optimizer", "activations", "head")
-    lines = ["  GiB a rank  " + "".join(f"{name:>13}" for name in (*names, "sum", "host: ref."))]
+    lines = ["  GiB per rank" + "".join(f"{name:>13}" for name in (*names, "sum", "host: ref."))]
     for stage, held in enumerate(memory):
         values = [*(getattr(held, name) for name in names), held.device, held.host_reference]
         lines.append(f"  stage {stage:<6}" + "".join(f"{value / GIB:>13.2f}" for value in values))
@@ -152,7 +152,7 @@ def _memory_table(memory: list[StageMemory]) -> list[str]:
 
 def _named(layout: Layout | None) -> str:
     if layout is None:
-        return "none found; a longer pipeline or more context parallelism than 16 and 8 may do"
+        return "none found up to PP 16 and CP 8; larger sizes may fit"
     nodes = -(-layout.ranks // GPUS_OF_A_NODE)
     return (
         f"{layout.ranks} ({nodes} node{'s' * (nodes > 1)}): TP {layout.tensor}, PP {layout.pipeline}, CP "
@@ -173,6 +173,6 @@ def _time_lines(
     return [
         f"  a step of {sizes['batch']} trajectories of {sizes['context']} tokens: {time.total / 1e15:.0f} PFLOP, about "
         f"{time.seconds:.0f} s at 40% of peak ({shares})",
-        f"  rollouts: about {speed:.0f} sampled tokens/s a GPU ({episodes} episodes on TP {tensor}); {needed:.1f} GPUs "
-        f"keep up with the trainer at {action_share:.0%} action tokens, tools' time left out",
+        f"  rollouts: about {speed:.0f} tokens/s per GPU ({episodes} episodes on TP {tensor}); {needed:.1f} GPUs "
+        f"keep up with the trainer at {action_share:.0%} action tokens, tool time not included",
     ]

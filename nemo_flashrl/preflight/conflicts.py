@@ -60,11 +60,13 @@ def conflict_table(changed: list[Changed]) -> str:
     rows = [("setting", "value", "default", "moves")]
     rows += [(item.setting, str(item.value), str(item.default), item.touches) for item in changed]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"{' and '.join(rooms)} all move the distribution of advantages: what one does, the other hides."]
+    lines = [f"{' and '.join(rooms)} all move the distribution of advantages: their effects are confounded."]
     lines += [
         "  " + "  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
-    return "\n".join([*lines, "  change one at a time (`flashrl ablate` does), or trainer.strict=true to refuse this"])
+    return "\n".join(
+        [*lines, "  change one at a time (`flashrl ablate` does that), or set trainer.strict=true to refuse this"]
+    )
 
 
 def report_conflicts(config: RunConfig, algorithm: Algorithm, *, shown: bool) -> None:

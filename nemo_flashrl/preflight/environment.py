@@ -32,9 +32,9 @@ def check_environment(config: RunConfig, environment: type, tokenizer: Any) -> t
     name = config.environment.name
     missing = [member for member in MEMBERS if not hasattr(environment, member)]
     if missing:
-        raise ValueError(f"environment.name={name!r} is no environment: it lacks {', '.join(missing)}")
+        raise ValueError(f"environment.name={name!r} is not an environment: it lacks {', '.join(missing)}")
     if not dataclasses.is_dataclass(environment.Settings):
-        raise ValueError(f"environment.name={name!r}: Settings is no dataclass")
+        raise ValueError(f"environment.name={name!r}: Settings is not a dataclass")
     settings = settings_of(environment, config.environment.settings, "environment")
     try:
         tasks = tasks_of(environment, settings)
@@ -80,8 +80,8 @@ def _first_prompts(
             call = began.get(timeout=min(timeout + _BLOCKED, threading.TIMEOUT_MAX))
         except queue.Empty:
             raise ValueError(
-                f"{where}: {call} blocks its thread for more than {timeout + _BLOCKED:g} s (rollout.step_timeout="
-                f"{timeout:g}): wait with await, or hand what blocks to asyncio.to_thread"
+                f"{where}: {call} blocks the event loop for more than {timeout + _BLOCKED:g} s (rollout.step_timeout="
+                f"{timeout:g}): use await, or asyncio.to_thread for blocking code"
             ) from None
     try:
         return played.result()
@@ -134,7 +134,7 @@ def _warn_of_unknown_tokens(config: RunConfig, prompts: Prompts, tokenizer: Any)
             warnings.warn(
                 f"environment.name={config.environment.name!r}: {unknown} of the {len(ids)} tokens of the prompt of "
                 f"task {index} are {tokenizer.unk_token!r}: the tokenizer of model.path={config.model.path!r} does not "
-                "know this text, and the policy cannot read it",
+                "cover this text, and the policy cannot read it",
                 stacklevel=3,
             )
             return
@@ -144,7 +144,7 @@ def _warn_of_same_tasks(config: RunConfig, prompts: Prompts, held_out: Prompts) 
     known = {tuple(ids) for ids in prompts}
     if len(known) == len(prompts) and all(tuple(ids) in known for ids in held_out):  # else a prompt tells no task
         warnings.warn(
-            f"evaluation.settings={config.evaluation.settings}: the first {len(held_out)} held-out prompts are prompts "
-            "of training: name settings that make other tasks, another seed or path say",
+            f"evaluation.settings={config.evaluation.settings}: the first {len(held_out)} held-out prompts are also "
+            "training prompts: set what selects other tasks, such as another seed or path",
             stacklevel=3,
         )

@@ -31,7 +31,7 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
     if gpus and nodes * gpus != world_size:
         raise ValueError(
             f"cluster.nodes={nodes} x cluster.gpus_per_node={gpus}: that is {nodes * gpus} processes and this job has "
-            f"{world_size}; start one a GPU, or say what the job has (cluster=cpu where there is no GPU)"
+            f"{world_size}; start one process per GPU, or set what the job has (cluster=cpu without GPUs)"
         )
     model_ranks = tensor * pipeline * context
     if world_size % model_ranks:
@@ -87,7 +87,7 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
     check_lora(config, hf_config)
     if config.parallel.context > 1 and "yarn" in (hf_config.get("rope_scaling") or {}).values():
         raise ValueError(
-            f"parallel.context={config.parallel.context}: Megatron cuts YaRN's positions wrong there; set it to 1"
+            f"parallel.context={config.parallel.context}: Megatron slices YaRN's positions wrongly above 1; set 1"
         )
     limit = hf_config.get("max_position_embeddings", config.model.context_length)
     if config.model.context_length > limit:
@@ -121,7 +121,7 @@ def check_lora(config: RunConfig, hf_config: dict[str, Any]) -> None:
     if lora.rank > hf_config["hidden_size"]:
         raise ValueError(
             f"lora.rank={lora.rank}: the model's hidden_size is {hf_config['hidden_size']}, and a product of more than "
-            "its rank is no low one; 8 to 64 is usual"
+            "its rank is not low-rank; 8 to 64 is usual"
         )
 
 
@@ -133,13 +133,13 @@ def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path={config.model.path!r} holds no tokenizer that loads ({first})") from error
+        raise ValueError(f"model.path={config.model.path!r} holds no loadable tokenizer ({first})") from error
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
-            f"{vocab_size}: they are not of one model"
+            f"{vocab_size}: they do not belong together"
         )
     for token in config.rollout.stop:
         if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
-            raise ValueError(f"rollout.stop: {token!r} is no token of the tokenizer in {config.model.path!r}")
+            raise ValueError(f"rollout.stop: {token!r} is not a token of the tokenizer in {config.model.path!r}")
     return tokenizer

@@ -47,7 +47,7 @@ class Parts:
 def prepare(config: RunConfig, world_size: int) -> Parts:
     """Load and check what `config` names for a run of `world_size` processes."""
     if not config.output:
-        raise ValueError("output='': name a folder for what the run leaves")
+        raise ValueError("output='': name a folder for the run's files")
     if config.trainer.wandb_project:
         check_wandb(config.trainer.wandb_project)
     data_parallel = check_parallel(config, world_size)
@@ -89,13 +89,12 @@ def check_groups(config: RunConfig, group_size: int) -> None:
     name, rate = config.algorithm.name, config.value_head.learning_rate
     if rate > 0 and group_size > 1:
         raise ValueError(
-            f"value_head.learning_rate={rate:g}: a prediction from the prompt is the same for all of a group of {name} "
-            "and changes nothing; set 0"
+            f"value_head.learning_rate={rate:g}: its prediction is the same for all rollouts of a group of {name} and "
+            "cancels; set 0"
         )
-    if config.rollout.tied_group_replacements and group_size == 1:
-        raise ValueError(
-            f"rollout.tied_group_replacements={config.rollout.tied_group_replacements}: {name} has no groups; set 0"
-        )
+    most = config.rollout.dynamic_sampling_max_groups
+    if most and group_size == 1:
+        raise ValueError(f"rollout.dynamic_sampling_max_groups={most}: {name} has no groups; set 0")
 
 
 def with_reference(config: RunConfig, algorithm: Algorithm) -> Algorithm:
@@ -115,12 +114,12 @@ def with_reference(config: RunConfig, algorithm: Algorithm) -> Algorithm:
         return algorithm
     if kl.coefficient == 0 and not reference.evaluate and not algorithm.needs_reference:
         raise ValueError(
-            f"reference.mode={reference.mode} with kl.coefficient=0 serves nothing: set reference.mode=none, "
+            f"reference.mode={reference.mode} with kl.coefficient=0 has no effect: set reference.mode=none, "
             "kl.coefficient above 0, or reference.evaluate=true"
         )
     if kl.coefficient > 0 and kl.place == "loss" and kl.estimator == "k1":
         warnings.warn(
-            "kl.estimator=k1 in the loss has a gradient of mean zero and pulls towards nothing: use k2 or k3, or "
+            "kl.estimator=k1 in the loss has a gradient of mean zero, no pull to the reference: use k2 or k3, or "
             "kl.place=reward",
             stacklevel=2,
         )
@@ -146,30 +145,34 @@ def _check_servers(config: RunConfig) -> None:
     rollout = config.rollout
     if rollout.weight_transfer != "file" and rollout.engine != "vllm":
         raise ValueError(
-            f"rollout.weight_transfer={rollout.weight_transfer}: rollout.engine={rollout.engine} knows file alone; "
+            f"rollout.weight_transfer={rollout.weight_transfer}: rollout.engine={rollout.engine} supports only file; "
             "set it to file, or rollout.engine to vllm"
         )
     if rollout.weight_transfer == "adapter" and not config.lora.rank:
-        raise ValueError("rollout.weight_transfer=adapter: lora.rank=0 trains no adapter; set a rank, or it to file")
+        raise ValueError(
+            "rollout.weight_transfer=adapter: lora.rank=0 trains no adapter; set a rank, or transfer by file"
+        )
     if rollout.engine == "transformers":
         if rollout.servers:
             raise ValueError(
-                f"rollout.servers={rollout.servers}: rollout.engine=transformers asks none; set it to vllm or sglang"
+                f"rollout.servers={rollout.servers}: rollout.engine=transformers uses none; set it to vllm or sglang"
             )
         return
     if not rollout.servers:
-        raise ValueError(f"rollout.servers=[]: rollout.engine={rollout.engine} needs the URL of one server at least")
+        raise ValueError(f"rollout.servers=[]: rollout.engine={rollout.engine} needs the URL of at least one server")
     for url in rollout.servers:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-            raise ValueError(f"rollout.servers: {url!r} is no URL like http://host:8000")
+            raise ValueError(f"rollout.servers: {url!r} is not a URL like http://host:8000")
     if len({url.rstrip("/") for url in rollout.servers}) < len(rollout.servers):
-        raise ValueError(f"rollout.servers={rollout.servers}: each server once")
+        raise ValueError(f"rollout.servers={rollout.servers}: a server is named twice")
     schedule = temperature_schedule(config)
     highest = rollout.temperature if schedule is None else max(temperature for _, temperature in schedule.points)
     if rollout.engine == "vllm" and highest > VLLM_MAX_TEMPERATURE:
-        raise ValueError(f"rollout.temperature={highest}: vLLM samples at {VLLM_MAX_TEMPERATURE:g} at most")
+        raise ValueError(f"rollout.temperature={highest}: vLLM allows at most {VLLM_MAX_TEMPERATURE:g}")
     if rollout.weights_folder is not None and not Path(rollout.weights_folder).is_dir():
-        raise ValueError(f"rollout.weights_folder={rollout.weights_folder!r}: name a folder that every server sees")
+        raise ValueError(
+            f"rollout.weights_folder={rollout.weights_folder!r}: no such folder; name one that every server sees"
+        )
 
 
 def check_wandb(project: str) -> None:

@@ -23,16 +23,16 @@ from nemo_flashrl.rehearsal.summary import Check
 from nemo_flashrl.run.jsonl import read_metrics
 
 LEFT_TO_THE_CLUSTER = (
-    "that the job fits its GPUs (`flashrl plan` reckons it) and how fast it runs",
-    "bf16, Transformer Engine's and flash-attention's kernels, and communication between GPUs",
-    "rollout servers on nodes of their own, and what a real model's answers do to the environment",
+    "that the job fits its GPUs (`flashrl plan` estimates it), and its throughput",
+    "bf16, kernels of Transformer Engine and flash-attention, and communication between GPUs",
+    "rollout servers on nodes of their own, and the environment under a real model's answers",
     "that the policy learns",
 )
 
 
 @dataclass(frozen=True)
 class ExperimentSummary:
-    """What the rehearsal of an experiment proved."""
+    """What the rehearsal of an experiment checked."""
 
     run: Path
     changes: list[str]
@@ -45,10 +45,10 @@ class ExperimentSummary:
 
     def text(self) -> str:
         """The page."""
-        lines = ["", "  shrunk", *(f"    {change}" for change in self.changes), "", "  proved here"]
-        lines += [f"    {'ok ' if c.holds else 'NOT'} {c.claim} ({c.evidence})" for c in self.checks]
-        lines += ["", "  only the cluster can prove", *(f"    {claim}" for claim in LEFT_TO_THE_CLUSTER)]
-        return "\n".join([*lines, "", f"  everything lies in {self.run}; {self.seconds:.0f} s", ""])
+        lines = ["", "  shrunk", *(f"    {change}" for change in self.changes), "", "  checked here"]
+        lines += [f"    {'OK  ' if c.holds else 'FAIL'} {c.claim} ({c.evidence})" for c in self.checks]
+        lines += ["", "  can only be checked on the cluster", *(f"    {claim}" for claim in LEFT_TO_THE_CLUSTER)]
+        return "\n".join([*lines, "", f"  all files are in {self.run}; {self.seconds:.0f} s", ""])
 
 
 def rehearse_experiment(name: str, output: Path, overrides: tuple[str, ...], seed: int = 0) -> ExperimentSummary:
@@ -120,19 +120,19 @@ def _checks(config: RunConfig, processes: int) -> list[Check]:
     on_policy = config.rollout.mode == "sync" and config.rollout.lag == 0
     checks = [
         Check(
-            "the job runs in this topology and takes every step",
+            "the job runs in this topology and completes every step",
             numbers == list(range(1, config.trainer.steps + 1)),
             f"{len(steps)} updates of {config.rollout.batch_size} trajectories in {processes} processes",
         ),
         Check(
             "losses and gradients are finite",
-            all(math.isfinite(step["loss"]) and math.isfinite(step["gradient_norm"]) for step in steps),
-            f"gradient norm up to {max(step['gradient_norm'] for step in steps):.2g}",
+            all(math.isfinite(step["loss"]) and math.isfinite(step["grad_norm"]) for step in steps),
+            f"grad norm up to {max(step['grad_norm'] for step in steps):.2g}",
         ),
         Check(
             "the environment answers",
             not any(step["episodes_environment_error"] for step in steps),
-            f"{sum(step['episodes_environment_error'] for step in steps):.0f} episodes ended in its errors",
+            f"{sum(step['episodes_environment_error'] for step in steps):.0f} episodes ended in an environment error",
         ),
         Check("the policy is exported as a Hugging Face folder", _exported(run), str(run / "checkpoint")),
     ]
@@ -141,7 +141,7 @@ def _checks(config: RunConfig, processes: int) -> list[Check]:
         checks.append(Check("trainer and sampler agree on log-probs", worst <= 1e-4, f"difference up to {worst:.1e}"))
     if config.checkpoint.every_steps:
         saved = [path.name for path in (run / "checkpoints").glob("step=*")]
-        checks.append(Check("the run can be gone on with", bool(saved), ", ".join(saved) or "no checkpoint"))
+        checks.append(Check("the run can be resumed", bool(saved), ", ".join(saved) or "no checkpoint"))
     return checks
 
 

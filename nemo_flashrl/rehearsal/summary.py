@@ -14,7 +14,7 @@ CURVE_WIDTH, CURVE_ROWS = 60, 6
 
 @dataclass(frozen=True)
 class Check:
-    """Something the rehearsal proved, or did not."""
+    """Something the rehearsal checked."""
 
     claim: str
     holds: bool
@@ -48,13 +48,13 @@ class Summary:
             *(f"  {line}" for line in draw_curve(curve)),
             "",
             "  checked",
-            *(f"    {'ok ' if c.holds else 'NOT'} {c.claim} ({c.evidence})" for c in self.checks),
+            *(f"    {'OK  ' if c.holds else 'FAIL'} {c.claim} ({c.evidence})" for c in self.checks),
             "",
-            "  where it lies",
+            "  files",
             f"    checkpoint    {self.run / 'checkpoint'}   (Hugging Face; transformers loads it)",
             f"    metrics       {self.run / 'metrics.jsonl'}",
             f"    trajectories  {self.run / 'trajectories.jsonl'}   (every one; as text in samples.jsonl)",
-            f"    to look at    flashrl report {self.run} --output report.html",
+            f"    report        flashrl report {self.run} --output report.html",
             f"    TensorBoard   {self.run / 'tensorboard'}",
             "",
             "  time              " + ", ".join(f"{name} {value:.0f} s" for name, value in self.seconds.items()),

@@ -87,7 +87,7 @@ function browser() {
 function showDetail(detail, row) {
   const sample = textOf(row), numbers = COLUMNS.map((name) => el("div", {}, el("dt", {}, name.replaceAll("_", " ")), el("dd", {}, shown(row[name]))));
   const extra = sample && sample.info ? Object.entries(sample.info).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, typeof value === "object" ? JSON.stringify(value) : String(value)))) : [];
-  const segments = sample === null ? [el("p", { class: "note" }, "Its text was not kept; trainer.log_trajectories sets how many are, each step.")] : sample.segments.map((segment) => {
+  const segments = sample === null ? [el("p", { class: "note" }, "No text for this trajectory; trainer.log_trajectories sets how many are logged per step.")] : sample.segments.map((segment) => {
     const action = segment.kind === "action", negative = action && segment.advantage < 0;
     return el("div", { class: `segment ${action ? "action" : ""} ${negative ? "negative" : ""}` },
       el("header", {}, el("span", {}, segment.kind), el("span", {}, `${segment.tokens} tokens`),

@@ -52,7 +52,7 @@ function overview() {
   const minutes = (run) => Math.round((run.series.step_seconds || []).reduce((a, b) => a + (b || 0), 0) / 60);
   const clock = (total) => `${Math.floor(total / 60)}:${String(total % 60).padStart(2, "0")}`;
   const columns = [["steps", (run) => format(run.steps.length)], ["reward", (run) => format(last(run, "reward_mean"))], ["success", (run) => format(last(run, "success"))],
-    ["response tokens", (run) => format(last(run, "response_tokens"))], ["turns", (run) => format(last(run, "turns"))], ["gate", (run) => format(last(run, "gate_acceptance"))],
+    ["response tokens", (run) => format(last(run, "response_tokens"))], ["turns", (run) => format(last(run, "turns"))], ["gate acceptance", (run) => format(last(run, "gate_acceptance"))],
     ["tokens/s", (run) => format(last(run, "tokens_per_second"))], ["memory GiB", (run) => format(last(run, "memory_peak_gib"))], ["h:mm", (run) => clock(minutes(run))], ["findings", (run) => String(run.findings.length)]];
   const table = el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "run"), ...columns.map(([name]) => el("th", {}, name)))),
     el("tbody", {}, ...RUNS.map((run) => el("tr", {}, el("td", { title: run.folder }, run.name), ...columns.map(([, value]) => el("td", {}, value(run)))))));
@@ -62,8 +62,8 @@ function overview() {
 function findings() {
   const notes = RUNS.flatMap((run) => run.findings.map((finding) => el("details", { class: "finding", open: RUNS.length === 1 },
     el("summary", {}, el("b", {}, RUNS.length > 1 ? `${run.name}: ${finding.title}` : finding.title), ` · ${finding.evidence}`),
-    el("p", {}, "Likely causes, the likeliest first:"), el("ol", {}, ...finding.causes.map((cause) => el("li", {}, cause))), el("p", {}, "Change: " + finding.change))));
-  section("What is wrong", "The rules of flashrl doctor, over all steps of the files.", ...(notes.length ? notes : [el("p", { class: "healthy" }, "No rule of the doctor fires.")]));
+    el("p", {}, "Likely causes, most likely first:"), el("ol", {}, ...finding.causes.map((cause) => el("li", {}, cause))), el("p", {}, "Change: " + finding.change))));
+  section("Findings", "Rules of flashrl doctor, over all steps of the run.", ...(notes.length ? notes : [el("p", { class: "healthy" }, "No rule of the doctor fires.")]));
 }
 
 function legend() {
@@ -112,7 +112,7 @@ function page() {
   const rest = allNames().filter((name) => !used.has(name) && !/^(episodes_|dropped_|truncated_)/.test(name) && name !== "step_seconds");
   if (rest.length) {
     const grid = el("div", { class: "grid" }, ...rest.map((name) => lineFigure({ title: name, of: [name] })));
-    document.getElementById("main").append(el("details", { ontoggle: drawAll }, el("summary", {}, `Every other number (${rest.length})`), grid));
+    document.getElementById("main").append(el("details", { ontoggle: drawAll }, el("summary", {}, `All other metrics (${rest.length})`), grid));
   }
   controls();
   document.documentElement.dataset.ready = Math.round(performance.now());

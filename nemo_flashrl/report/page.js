@@ -6,38 +6,38 @@ const state = { hidden: new Set(), smoothing: 0.6, from: null, to: null, singles
 const redraws = [];
 
 const SECTIONS = [
-  ["Learning", "What the run is for. A band is the span over seeds; a reward that rises while success does not is a reason to read trajectories.", [
+  ["Learning", "The band is min to max over seeds. Reward rising without success: read trajectories.", [
     { title: "Reward", of: ["reward_mean"] }, { title: "Success", of: ["success", "evaluation_success"], from: 0 },
-    { title: "Spread of rewards", of: ["reward_std", "group_reward_std"], from: 0 }, { heat: "reward_histogram", title: "Distribution of rewards" },
-    { title: "Advantage deviation", of: ["advantage_std", "group_advantage_std"], from: 0 }, { title: "Tied groups", of: ["tied_groups"], from: 0 }]],
-  ["Lengths and turns", "Length that climbs with the reward may be skill or padding of the answer; repetition tells them apart.", [
+    { title: "Reward std", of: ["reward_std", "group_reward_std"], from: 0 }, { heat: "reward_histogram", title: "Reward histogram" },
+    { title: "Advantage std", of: ["advantage_std", "group_advantage_std"], from: 0 }, { title: "Tied groups (zero variance)", of: ["tied_groups"], from: 0 }]],
+  ["Lengths and turns", "Length that grows with the reward may be skill or filler; repetition tells them apart.", [
     { title: "Response length", of: ["response_tokens", "response_tokens_max"], from: 0 }, { title: "Turns", of: ["turns"], from: 0 },
     { title: "Repeated tokens", of: ["repeated_token_share"], from: 0 }, { title: "Unique samples in groups", of: ["unique_sample_share"], from: 0, limits: [0.6] },
-    { title: "Distinct answers", of: ["distinct_answers"], from: 0 }, { title: "Whole trajectory", of: ["trajectory_tokens"], from: 0 }]],
-  ["Gate and staleness", "How far the sampler is from the policy that trains on its tokens.", [
-    { title: "Trajectories admitted by the gate", of: ["gate_acceptance"], from: 0 }, { title: "Sequence divergence D", of: ["sequence_kl"], from: 0 },
-    { title: "Staleness", of: ["staleness_mean", "staleness_max"], from: 0 }, { title: "Largest ratio", of: ["ratio_max"] }, { title: "Mean ratio", of: ["ratio_mean"] },
-    { title: "Trainer against sampler", of: ["logprob_difference", "logprob_difference_max"], from: 0 }]],
-  ["KL, entropy and the update", "How far the policy has gone, and how it goes.", [
-    { title: "KL to the reference", of: ["kl"] }, { title: "Entropy", of: ["entropy", "sampled_entropy"], from: 0 }, { title: "Gradient norm", of: ["gradient_norm"], from: 0 },
-    { title: "Loss", of: ["loss"] }, { title: "Clipped tokens", of: ["clip_fraction"], from: 0 }, { title: "Learning rate", of: ["learning_rate"], from: 0 },
+    { title: "Distinct answers", of: ["distinct_answers"], from: 0 }, { title: "Trajectory length", of: ["trajectory_tokens"], from: 0 }]],
+  ["Gate and staleness", "Off-policyness: how far the sampler is from the policy that trains on its tokens.", [
+    { title: "Gate acceptance", of: ["gate_acceptance"], from: 0 }, { title: "Sequence KL (D)", of: ["sequence_kl"], from: 0 },
+    { title: "Staleness", of: ["staleness_mean", "staleness_max"], from: 0 }, { title: "Max importance ratio", of: ["ratio_max"] }, { title: "Mean importance ratio", of: ["ratio_mean"] },
+    { title: "Log-prob difference, trainer vs. sampler", of: ["logprob_difference", "logprob_difference_max"], from: 0 }]],
+  ["KL, entropy and optimizer", "How far the policy has moved, and how the optimizer step looks.", [
+    { title: "KL to the reference", of: ["kl"] }, { title: "Entropy", of: ["entropy", "sampled_entropy"], from: 0 }, { title: "Grad norm", of: ["grad_norm"], from: 0 },
+    { title: "Loss", of: ["loss"] }, { title: "Clip fraction", of: ["clip_fraction"], from: 0 }, { title: "Learning rate", of: ["learning_rate"], from: 0 },
     { title: "KL coefficient", of: ["beta"], from: 0 }, { title: "Distance to the reference", of: ["reference_distance"], from: 0 }, { title: "Temperature", of: ["temperature"] }, { title: "Group size", of: ["group_size"], from: 0 }]],
-  ["Time", "Who waits for whom. A step is as long as its slowest part.", [
-    { stack: [["rollout_seconds", "rollouts"], ["train_seconds", "training"], ["refit_seconds", "new weights"]], title: "Time of a step" },
-    { title: "Trained tokens", of: ["tokens_per_second"], from: 0 }, { title: "Sampled tokens", of: ["rollout_tokens_per_second"], from: 0 },
-    { title: "Places for episodes that stood empty", of: ["rollouts_wait_seconds", "rollout_empty_seconds"], from: 0 }]],
-  ["Memory, padding and actions", "What the hardware is filled with.", [
+  ["Time and throughput", "Where a step spends its time, and who waits for whom.", [
+    { stack: [["rollout_seconds", "rollouts"], ["train_seconds", "training"], ["refit_seconds", "weight sync"]], title: "Step time" },
+    { title: "Training throughput", of: ["tokens_per_second"], from: 0 }, { title: "Rollout throughput", of: ["rollout_tokens_per_second"], from: 0 },
+    { title: "Idle rollout slots", of: ["rollout_idle_seconds_during_training", "rollout_idle_seconds"], from: 0 }]],
+  ["Memory, padding and batching", "How the hardware is used.", [
     { title: "Memory", of: ["memory_peak_gib", "memory_reserved_gib", "memory_total_gib"], from: 0 }, { title: "Padding", of: ["padding_share"], from: 0, limits: [0.1] },
-    { title: "Action tokens", of: ["action_token_share"], from: 0 }, { title: "Imbalance", of: ["cost_imbalance", "microbatch_imbalance"], from: 0 },
-    { title: "Microbatches of a rank", of: ["microbatches"], from: 0 }, { title: "Use of the token budget", of: ["budget_use"], from: 0 }]],
-  ["Ends and drops", "How episodes ended, and what never entered training, by reason.", [
-    { title: "Episodes by their end", prefix: "episodes_", except: ["episodes_in_flight"], from: 0 }, { title: "Left out of training", prefix: "dropped_", from: 0 },
-    { title: "Cut", prefix: "truncated_", also: ["observations_truncated"], from: 0 }]],
+    { title: "Action token share", of: ["action_token_share"], from: 0 }, { title: "Load imbalance", of: ["cost_imbalance", "microbatch_imbalance"], from: 0 },
+    { title: "Microbatches per rank", of: ["microbatches"], from: 0 }, { title: "Token budget utilization", of: ["budget_use"], from: 0 }]],
+  ["Episode ends and drops", "How episodes ended, and what was left out of training, by reason.", [
+    { title: "Episodes by end reason", prefix: "episodes_", except: ["episodes_in_flight"], from: 0 }, { title: "Dropped", prefix: "dropped_", from: 0 },
+    { title: "Truncated", prefix: "truncated_", also: ["observations_truncated"], from: 0 }]],
 ];
 
 const visible = (group) => !state.hidden.has(group);
 const unitOf = (name) => (DATA.metrics[name] || {}).unit || "";
-const meaningOf = (name) => (DATA.metrics[name] || {}).meaning || "not in the table: a plug-in's own number";
+const meaningOf = (name) => (DATA.metrics[name] || {}).meaning || "a plug-in's own metric";
 const allNames = () => [...new Set(RUNS.flatMap((run) => Object.keys(run.series)))].sort();
 
 function stepRange() {
@@ -118,7 +118,7 @@ function lineFigure(spec) {
   return figure(spec.title, unitOf(names[0]), meaning, (keys, body, width) => {
     const lines = linesOf(names), range = stepRange();
     keys.append(...lines.map(keyOf));
-    if (!lines.length) return body.append(el("p", { class: "note" }, "Nothing to show: every run is switched off."));
+    if (!lines.length) return body.append(el("p", { class: "note" }, "Nothing to show: all runs are hidden."));
     const plot = svg("svg", { class: "plot", tabindex: 0, role: "img", "aria-label": describe(spec.title, lines), viewBox: `0 0 ${width} ${HEIGHT}` });
     readable(plot, lines, drawLines(plot, width, lines, range, spec), width);
     body.append(plot);
@@ -136,7 +136,7 @@ function describe(title, lines) {
 function stackFigures(spec) {
   return RUNS.map((run, r) => {
     if (!spec.stack.every(([name]) => run.series[name])) return null;
-    return figure(RUNS.length > 1 ? `${spec.title}: ${run.name}` : spec.title, "s", "stacked: the top is the whole step", (keys, body, width) => {
+    return figure(RUNS.length > 1 ? `${spec.title}: ${run.name}` : spec.title, "s", "stacked; the top is the step time", (keys, body, width) => {
       const layers = spec.stack.map(([name, label], n) => {
         const [xs, raw] = cut(run.steps, run.series[name]);
         return { label, name, color: color(n), xs, raw, ys: smooth(raw, state.smoothing) };

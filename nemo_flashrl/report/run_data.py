@@ -45,7 +45,7 @@ def page_data(folders: Sequence[Path]) -> dict[str, Any]:
         "groups": _groups(records, names),
         "metrics": {n: {"unit": m.unit, "meaning": m.meaning} for n, m in known.items() if m is not None},
         "trajectory_note": "Sort by a column, filter, press Enter on a row to read it. The step range above applies."
-        + (" Evenly thinned to what a page can hold; the files in the run's folder have all." if left_out else ""),
+        + (" Evenly subsampled; the files in the run's folder have all." if left_out else ""),
     }
 
 

@@ -143,7 +143,10 @@ class Codec:
         return ids
 
     def _plain(self, text: str) -> list[int]:
-        """Ids of untrusted text; what the tokenizer would still take for special becomes the unknown token, or goes."""
+        """Ids of untrusted text.
+
+        What the tokenizer would still take for special becomes `<unk>`, or is dropped where there is none.
+        """
         ids = self._tokenizer.encode(_clean(text), add_special_tokens=False, split_special_tokens=True)
         if not self._special.isdisjoint(ids):
             ids = [self._unknown if i in self._special else i for i in ids]

@@ -29,7 +29,7 @@ from nemo_flashrl.environments.guard import begun
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.episode import Limits, run_episode
-from nemo_flashrl.rollout.groups import Failing, FirstErrors, PlaceClock, Siblings, none_usable, reason_to_drop
+from nemo_flashrl.rollout.groups import Failing, FirstErrors, SlotClock, Siblings, none_usable, reason_to_drop
 from nemo_flashrl.rollout.metrics import rollout_metrics
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
 
@@ -62,7 +62,7 @@ class Collector:
         max_in_flight: int | None = None,
         streaming: bool = False,
         max_staleness: int | None = None,
-        tied_group_replacements: int = 0,
+        dynamic_sampling_max_groups: int = 0,
         seed: int = 0,
         temperature: Callable[[int], float] | None = None,
         group_sizes: GroupSize | None = None,
@@ -91,7 +91,7 @@ class Collector:
         self._batch_size, self._group_size = batch_size, group_size
         self._max_in_flight, self._streaming = max_in_flight, streaming
         self._max_staleness, self._seed = max_staleness, seed
-        self._replacements = tied_group_replacements
+        self._replacements = dynamic_sampling_max_groups
         self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
         self._running: set[asyncio.Task] = set()
         self._siblings = Siblings()  # ended, of groups that are not complete
@@ -102,7 +102,7 @@ class Collector:
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._collecting = self._closed = self._stopped = False
-        self._clock: PlaceClock | None = None  # begins with the first `collect`
+        self._clock: SlotClock | None = None  # begins with the first `collect`
         self._sampled = 0  # action tokens of episodes that ended since the last batch
 
     async def collect(self, policy_version: int) -> Batch:
@@ -110,7 +110,7 @@ class Collector:
 
         A group with a trajectory older than `policy_version - max_staleness`, without an action token, or with a prompt
         that leaves no room for one, is dropped and counted; its prompt is spent. So are the first
-        `tied_group_replacements` groups whose rewards are all equal: others are played in their place (DAPO's dynamic
+        `dynamic_sampling_max_groups` groups whose rewards are all equal: others are played instead (DAPO's dynamic
         sampling, Yu et al. 2025, with a bound).
 
         Raises:
@@ -148,7 +148,7 @@ class Collector:
         self._prompts.trained({i: sum(not t.failed for t in group) / len(group) for i, group in groups.items()})
         self._totals["trajectories_trained"] += len(batch.trajectories)
         if self._group_sizes is not None:
-            assert not (self._running or self._waiting or self._ready), "a group is under way while its size changes"
+            assert not (self._running or self._waiting or self._ready), "a group is in flight while its size changes"
             deviations = [statistics.pstdev([t.reward for t in group]) for group in groups.values()]
             self._group_sizes.after_step(statistics.fmean(deviations))
             self._group_size = self._group_sizes.value
@@ -163,9 +163,9 @@ class Collector:
         return {"prompts": self._prompts.state_dict(), "totals": dict(self._totals), **sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, before the first `collect`."""
+        """Restore a saved state, before the first `collect`."""
         assert not (self._running or self._waiting or self._siblings.count or self._ready), (
-            "the collector has begun already"
+            "the collector has started already"
         )
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
@@ -174,7 +174,7 @@ class Collector:
             self._group_size = self._group_sizes.value
 
     def _state_metrics(self) -> dict[str, float]:
-        """Times since the last batch, and what is under way now."""
+        """Times since the last batch, and what is in flight now."""
         times = self._clock.take()
         elapsed = times.pop("between_batches_seconds")
         sampled, self._sampled = self._sampled, 0
@@ -194,7 +194,7 @@ class Collector:
 
     def _tell_clock(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._clock = self._clock or PlaceClock(self._max_in_flight, now)
+        self._clock = self._clock or SlotClock(self._max_in_flight, now)
         self._clock.update(now, running=len(self._running), asked=self._collecting)
 
     def stop(self) -> None:
@@ -236,7 +236,7 @@ class Collector:
         return len(self._chosen) * self._group_size < self._batch_size
 
     def _fill(self) -> None:
-        """Begin episodes where there is room for them."""
+        """Start episodes in free slots."""
         while not (self._closed or self._failure) and self._has_room():
             if not self._waiting:
                 prompt_index, task_index = self._prompts.next()
@@ -268,8 +268,8 @@ class Collector:
             sample=sample,
             seed=self._seed,
         )
-        if rest := self._failing.rest(trajectory):
-            await asyncio.sleep(rest)
+        if backoff := self._failing.backoff(trajectory):
+            await asyncio.sleep(backoff)
         self._sampled += trajectory.action_count
         group = self._siblings.add(trajectory, sample, self._group_size, asyncio.get_running_loop().time())
         if group is not None:

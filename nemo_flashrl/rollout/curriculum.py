@@ -145,7 +145,7 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Resume where `state` was taken.
 
         Raises:
             ValueError: it belongs to another number of tasks, another seed, or to a run without a curriculum.

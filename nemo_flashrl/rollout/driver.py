@@ -1,8 +1,8 @@
-"""The collecting rank's event loop, in a thread of its own: rollouts go on while the trainer trains.
+"""The collecting rank's event loop, in a thread of its own: rollouts run on while the trainer trains.
 
     trainer's thread                              the loop's thread
     collect(version)   --- waits for ---------->  Collector.collect, episodes, time-outs
-    (optimizer step)                              episodes that stream go on
+    (optimizer step)                              streaming episodes run on
     trained()          ------------------------>  prompts are finished
     load_weights()     -- one tensor at a time ->  Engine.load_weights
 
@@ -49,17 +49,18 @@ class RolloutDriver:
         collector: makes batches with it.
         lag: batches collected ahead of the one in training, with the weights of that moment; for a collector that does
             not stream. 0 trains on what was just sampled.
-        uses: optimizer steps on each batch. From the second on it is older than the policy, as its staleness says.
+        updates_per_batch: optimizer steps on each batch. From the second on it is older than the policy, as its
+            staleness says.
     """
 
-    def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0, uses: int = 1) -> None:
+    def __init__(self, engine: Engine, collector: Collector, *, lag: int = 0, updates_per_batch: int = 1) -> None:
         self.engine = engine
         self.collector = collector
-        self._lag, self._uses = lag, uses
-        self._used = 0  # optimizer steps done on the batch in training
+        self._lag, self._updates_per_batch = lag, updates_per_batch
+        self._updates_done = 0  # optimizer steps done on the batch in training
         self._ahead: deque[Batch] = deque()
         self._in_training: Batch | None = None
-        self._told: Counter[str] = Counter()  # faults of the engine that `faults` has handed out
+        self._reported: Counter[str] = Counter()  # faults of the engine that `faults` has returned
         self._loop = asyncio.new_event_loop()
         self._handover = Handover()  # the last one
         self._broken: Future[None] = Future()  # done when something there tried to end the process
@@ -81,7 +82,7 @@ class RolloutDriver:
             ValueError: every episode of the batch ended in an error of the environment: it is broken, not unlucky.
             Whatever an engine, an episode or the collector raised since the last call.
         """
-        if self._in_training is not None and self._used:
+        if self._in_training is not None and self._updates_done:
             return self._handed_over(self._in_training, policy_version, again=True)
         while len(self._ahead) <= self._lag:
             batch = self._collected(self._begin(self.collector.collect(policy_version)))
@@ -91,7 +92,7 @@ class RolloutDriver:
                     f"environment: all {len(batch.trajectories)} episodes of a batch failed; the first: {error}"
                 )
             self._ahead.append(batch)
-        self._used = 0
+        self._updates_done = 0
         return self._handed_over(self._ahead.popleft(), policy_version)
 
     def _collected(self, collecting: Future[Batch]) -> Batch:
@@ -120,12 +121,12 @@ class RolloutDriver:
         return self._call(play(self.engine))
 
     def faults(self) -> dict[str, float]:
-        """Metrics of what went wrong in the engine since the last call, and was made good."""
+        """Metrics of faults in the engine since the last call that were recovered from."""
         return self._call(_soon(self._new_faults))
 
     def _new_faults(self) -> dict[str, float]:
-        told, self._told = self._told, Counter(self.engine.faults)
-        return fault_metrics(self._told - told)
+        before, self._reported = self._reported, Counter(self.engine.faults)
+        return fault_metrics(self._reported - before)
 
     def stop_collecting(self) -> None:
         """Let `collect` raise CollectionStopped, from now on; may be called in a signal handler.
@@ -139,8 +140,8 @@ class RolloutDriver:
     def trained(self) -> None:
         """The step on the batch that `collect` returned last is done; with its last use, its prompts are too."""
         assert self._in_training is not None, "no batch is in training"
-        self._used += 1
-        if self._used < self._uses:
+        self._updates_done += 1
+        if self._updates_done < self._updates_per_batch:
             return
         self._state = self._call(_soon(self._finish, self._in_training))
         self._in_training = None
@@ -153,12 +154,12 @@ class RolloutDriver:
         """What a resumed run needs, plain numbers, strings and lists; may be taken at any time.
 
         It belongs to the weights of the last step that was reported by `trained`. Prompts of episodes in flight, of
-        batches collected ahead and of a batch with uses left are `unfinished`: they are sampled anew after a resume.
+        batches collected ahead and of a batch with updates left are `unfinished`: they are sampled anew after a resume.
         """
         return self._state if self._held else self._call(_soon(self.collector.state_dict))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, before the first `collect`.
+        """Restore a saved state, before the first `collect`.
 
         Raises:
             ValueError: it belongs to another number of tasks or another seed.
@@ -167,7 +168,7 @@ class RolloutDriver:
         self._state = self._call(_soon(self.collector.state_dict))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve new weights; on an error the old ones go on serving.
+        """Serve new weights; on an error the old ones stay.
 
         `stream` is walked in the caller's thread, where its collectives belong, and no further than the engine asks.
         """
@@ -189,7 +190,7 @@ class RolloutDriver:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(0 if self._held and not closing.done() else CLOSE_SECONDS)
         if self._thread.is_alive():
-            print("rollouts: an environment does not let go of its thread; it is left behind", file=sys.stderr)
+            print("rollouts: an environment blocks the rollout thread; abandoning it", file=sys.stderr)
         else:
             self._loop.close()
 
@@ -198,7 +199,7 @@ class RolloutDriver:
             try:
                 await asyncio.wait_for(close(), CLOSE_SECONDS)
             except TimeoutError:
-                print(f"rollouts: {close.__qualname__} took more than {CLOSE_SECONDS:g} s", file=sys.stderr)
+                print(f"rollouts: {close.__qualname__} did not close within {CLOSE_SECONDS:g} s", file=sys.stderr)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -248,7 +249,7 @@ class Handover:
             if item is None:
                 return
             if isinstance(item, BaseException):
-                raise RuntimeError(f"the stream of weights broke off: {item!r}") from item
+                raise RuntimeError(f"the weight stream broke off: {item!r}") from item
             yield item
 
     def feed(self, stream: Iterable[Named]) -> None:

@@ -192,7 +192,7 @@ async def _shortened(codec: Codec, text: str, limits: Limits, counts: Counter[st
         counts["observations_summarized"] += 1
         summary = await ask("summarize", limits.step_timeout, limits.summarize, text, size)
         if not isinstance(summary, str):
-            raise EnvironmentFailure(f"summarize: the answer is a {type(summary).__name__}, not a text")
+            raise EnvironmentFailure(f"summarize: the answer is a {type(summary).__name__}, not a string")
         seen = codec.observation(f"[summary of {len(text)} characters]\n{summary}", size, keep)
     counts["observations_truncated"] += bool(seen.removed)
     counts["observation_characters_cut"] += seen.removed

@@ -76,7 +76,7 @@ def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
     return Curriculum(
         classes_of(tasks, curriculum.classes),
         seed=seed,
-        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.uses),  # batches
+        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.updates_per_batch),  # batches
         floor=curriculum.floor,
         mixture=curriculum.mixture,
     )
@@ -118,7 +118,7 @@ def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[
             tokenizer,
             limits,
             sampling,
-            max_in_flight=config.rollout.places,
+            max_in_flight=config.rollout.slots,
             samples=asked.samples,
             seed=config.trainer.seed,
         )

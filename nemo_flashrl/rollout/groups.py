@@ -12,7 +12,7 @@ from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.episode import PROMPT_TOO_LONG
 
 _KIND_LENGTH, _MOST_KINDS = 100, 20  # characters of an error, digits aside, that make its kind; kinds that are told
-_FREE, _LONGEST_REST = 8, 2.0  # failures in a row after which places rest, and for how many seconds at most
+_FREE, _LONGEST_BACKOFF = 8, 2.0  # failures in a row before a slot backs off, and the longest backoff in seconds
 
 
 def reason_to_drop(group: Sequence[Trajectory], oldest_version: int | None, *, replace_tied: bool) -> str | None:
@@ -51,25 +51,25 @@ class FirstErrors:
             kind = re.sub(r"[0-9]+", "", error)[:_KIND_LENGTH]
             if error and kind not in self._kinds and len(self._kinds) < _MOST_KINDS:
                 self._kinds.add(kind)
-                said = f"an episode of prompt {trajectory.prompt_index} failed and is left out: {error}"
-                print(f"rollouts: {said}; dropped_empty counts such", file=sys.stderr, flush=True)
+                said = f"an episode of prompt {trajectory.prompt_index} failed and is dropped: {error}"
+                print(f"rollouts: {said}; counted in dropped_empty", file=sys.stderr, flush=True)
 
 
 class Failing:
-    """How long a place rests after an episode that could not begin.
+    """Backoff before a rollout slot is reused after an episode that could not begin.
 
-    One is a fault of its task. Many in a row are a service that is down: without a rest they would spend an epoch of
+    One is a fault of its task. Many in a row are a service that is down: without backoff they would spend an epoch of
     prompts in the seconds until it is back.
     """
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def rest(self, ended: Trajectory) -> float:
+    def backoff(self, ended: Trajectory) -> float:
         """Seconds, after `ended`."""
         never_began = ended.end_reason == "environment_error" and not ended.turns
         self._in_a_row = self._in_a_row + 1 if never_began else 0
-        return min(_LONGEST_REST, 0.1 * 2.0 ** (self._in_a_row - _FREE)) if self._in_a_row > _FREE else 0.0
+        return min(_LONGEST_BACKOFF, 0.1 * 2.0 ** (self._in_a_row - _FREE)) if self._in_a_row > _FREE else 0.0
 
 
 @dataclass
@@ -96,7 +96,7 @@ class LongPrompts:
             raise ValueError(f"{what}: raise the length, shorten the prompt, or set batching.on_too_long=drop")
         if not self.told:
             self.told = True
-            rest = "it is left out, as others will be: dropped_prompt_too_long counts them"
+            rest = "it is dropped, as others will be; counted in dropped_prompt_too_long"
             print(f"rollouts: {what}; {rest}", file=sys.stderr, flush=True)
 
     def what(self, task_index: int, tokens: int) -> str:
@@ -104,30 +104,30 @@ class LongPrompts:
         return (
             f"environment.name={self.environment!r}: the prompt of {self.tasks} {task_index} has {tokens} tokens and "
             f"leaves no room for an answer in model.context_length={self.context_length}, of which "
-            f"batching.context_margin={self.context_margin:g} is kept free"
+            f"batching.context_margin={self.context_margin:g} is reserved"
         )
 
 
-class PlaceClock:
-    """Adds up empty places over time, by whether the trainer waits for a batch at that moment or not.
+class SlotClock:
+    """Adds up idle rollout slots over time, by whether the trainer waits for a batch at that moment or not.
 
-    Worked example, 4 places: the trainer asks for a batch and all are filled for 10 s, one for 2 s more (the others
-    wait for a straggler); then it trains for 6 s and none is filled. `rollout_seconds` is 12, empty are 3 x 2 + 4 x 6
-    place-seconds: `rollout_empty_seconds` is 30 / 4 = 7.5, and `rollouts_wait_seconds`, the trainer's part, 24 / 4 = 6.
+    Worked example, 4 slots: the trainer asks for a batch and all are busy for 10 s, one for 2 s more (a straggler);
+    then it trains for 6 s and all are idle. `rollout_seconds` is 12, idle are 3 x 2 + 4 x 6 slot-seconds:
+    `rollout_idle_seconds` is 30 / 4 = 7.5, and `rollout_idle_seconds_during_training` 24 / 4 = 6.
     """
 
-    def __init__(self, places: int, now: float) -> None:
-        self._places = places
+    def __init__(self, slots: int, now: float) -> None:
+        self._slots = slots
         self._running = 0
         self._asked = False
         self._since = now
-        self._empty = {True: 0.0, False: 0.0}  # place-seconds, by whether a batch is asked for
+        self._idle = {True: 0.0, False: 0.0}  # slot-seconds, by whether a batch is asked for
         self._seconds = {True: 0.0, False: 0.0}
 
     def update(self, now: float, *, running: int, asked: bool) -> None:
         """So many episodes run from `now` on, and the trainer waits for a batch or does not."""
         seconds = now - self._since
-        self._empty[self._asked] += (self._places - self._running) * seconds
+        self._idle[self._asked] += (self._slots - self._running) * seconds
         self._seconds[self._asked] += seconds
         self._since, self._running, self._asked = now, running, asked
 
@@ -135,11 +135,11 @@ class PlaceClock:
         """Seconds up to the last update, which begin anew."""
         numbers = {
             "rollout_seconds": self._seconds[True],
-            "rollouts_wait_seconds": self._empty[False] / self._places,
-            "rollout_empty_seconds": sum(self._empty.values()) / self._places,
+            "rollout_idle_seconds_during_training": self._idle[False] / self._slots,
+            "rollout_idle_seconds": sum(self._idle.values()) / self._slots,
             "between_batches_seconds": sum(self._seconds.values()),
         }
-        self._empty, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+        self._idle, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
         return numbers
 
 

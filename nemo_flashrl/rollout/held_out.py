@@ -32,10 +32,10 @@ async def evaluate(
 
     A task whose prompt leaves no room for an answer is one that was not solved.
     """
-    codec, places = Codec(tokenizer), asyncio.Semaphore(max_in_flight)
+    codec, slots = Codec(tokenizer), asyncio.Semaphore(max_in_flight)
 
     async def play(index: int, task: Any, sample: int) -> Trajectory:
-        async with places:
+        async with slots:
             return await run_episode(
                 engine,
                 made(make_environment),

@@ -48,6 +48,6 @@ def staleness_metrics(trajectories: Sequence[Trajectory], policy_version: int) -
 def fault_metrics(faults: Counter[str]) -> dict[str, float]:
     """Of what an engine has counted in one step: servers that fell, and repeated tries, in all and by reason."""
     tries = Counter(faults)
-    fallen = tries.pop("servers_fallen", 0)
+    lost = tries.pop("servers_lost", 0)
     by_reason = {f"rollout_faults_{reason}": float(count) for reason, count in sorted(tries.items())}
-    return {"servers_fallen": float(fallen), "rollout_faults": float(tries.total()), **by_reason}
+    return {"servers_lost": float(lost), "rollout_faults": float(tries.total()), **by_reason}

@@ -33,7 +33,7 @@ class PromptSource(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume where `state` was taken."""
         ...
 
 
@@ -101,7 +101,7 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Resume where `state` was taken.
 
         Raises:
             ValueError: it belongs to another number of tasks or another seed, whose prompt indices mean other tasks.
@@ -112,7 +112,7 @@ class PromptStream:
             if state[name] != own:
                 raise ValueError(
                     f"prompt stream: the saved state has {name}={state[name]}, this run has {own}; "
-                    f"resume with {name}={state[name]} or start anew"
+                    f"resume with {name}={state[name]} or start a new run"
                 )
         self._position = int(state["position"])
         self._unfinished = {int(index) for index in state["unfinished"]}

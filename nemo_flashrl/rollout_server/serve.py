@@ -150,7 +150,7 @@ def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bo
         *("--model", str(Path(config.model.path).resolve()), "--skip-tokenizer-init"),
         *("--host", options.host, "--port", str(port)),
         *("--dtype", _DTYPES[config.model.precision], "--max-model-len", str(context)),
-        *("--max-num-seqs", str(min(256, config.rollout.places))),
+        *("--max-num-seqs", str(min(256, config.rollout.slots))),
         *("--tensor-parallel-size", str(options.tensor_parallel)),
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
@@ -201,7 +201,7 @@ def _ports(config: RunConfig, options: ServeOptions) -> list[int]:
     else:
         ports = [urlsplit(url).port or 80 for url in config.rollout.servers]
     if not ports:
-        raise ValueError("rollout.servers=[] and no --port: say on which port the servers shall listen")
+        raise ValueError("rollout.servers=[] and no --port: set the port on which the servers listen")
     for port in ports:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -219,22 +219,20 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
     while signals.received is None and (options.follow is None or _is_alive(options.follow)):
         for server in servers:
             if server.ready and server.is_lost(options.host):
-                _say(f"the server on port {server.port} refuses its health checks and is ended")
+                _say(f"the server on port {server.port} fails its health checks and is stopped")
                 _end([server])
             code = server.process.poll()
             if code is not None:
                 if not server.ready:
-                    raise RuntimeError(
-                        f"the server on port {server.port} ended with exit code {code} before it answered"
-                    )
+                    raise RuntimeError(f"the server on port {server.port} exited with code {code} before it answered")
                 early = time.monotonic() - server.ready_at < EARLY_SECONDS
                 server.early_deaths = server.early_deaths + 1 if early else 0
                 if server.early_deaths == MOST_EARLY_DEATHS:
                     raise RuntimeError(
-                        f"the server on port {server.port} ended with exit code {code} soon after it answered, "
-                        f"{MOST_EARLY_DEATHS} times in a row: its own log says why"
+                        f"the server on port {server.port} exited with code {code} soon after it answered, "
+                        f"{MOST_EARLY_DEATHS} times in a row: see its own log"
                     )
-                _say(f"the server on port {server.port} ended with exit code {code} and is started again")
+                _say(f"the server on port {server.port} exited with code {code} and is restarted")
                 _end([server])  # its workers may live on
                 server.start()
                 deadline = time.monotonic() + options.timeout
@@ -244,7 +242,7 @@ def _supervise(servers: Sequence[_Server], options: ServeOptions, signals: _Sign
             elif not server.ready and time.monotonic() > deadline:
                 raise RuntimeError(f"the server on port {server.port} did not answer in {options.timeout:g} s")
         time.sleep(POLL_SECONDS)
-    _say("ending the servers")
+    _say("stopping the servers")
 
 
 def _health(host: str, port: int) -> int:

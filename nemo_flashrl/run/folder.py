@@ -1,4 +1,4 @@
-"""What an output folder holds: a run to go on with, its complete checkpoints, and where its records have to be cut.
+"""What an output folder holds: a run to resume, its complete checkpoints, and where its records have to be cut.
 
 <output>/config.yaml                     what the run was started with
 <output>/run.json                        what its checkpoints are bound to
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_flashrl.config import RunConfig, load, save
+from nemo_flashrl.config import RunConfig, load_saved, save
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.run.lock import LOCK, locked
 
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside with everything saved; start it again
-EXIT_MONITOR = 3  # a limit of the run's own was reached: started again it goes on, and is stopped again
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside with everything saved; rerun to resume
+EXIT_MONITOR = 3  # a limit under `monitors` was reached: rerun, it resumes and is stopped again
 ARCHITECTURE = (
     "model_type",
     "vocab_size",
@@ -39,7 +39,7 @@ ARCHITECTURE = (
     "num_local_experts",
     "tie_word_embeddings",
 )
-# What may differ without a word when a run goes on: where and how it computes, not what it learns.
+# What may differ when a run is resumed: where and how it computes, not what it learns.
 FREE = (
     "output",
     "checkpoint",
@@ -67,6 +67,10 @@ class StoppedByMonitor(Exception):
     """A limit of `monitors` was reached, and the run has saved itself; the message names it."""
 
 
+class AlreadyComplete(Exception):
+    """The run in the output folder has done all its steps and is exported; the message says where."""
+
+
 class NotSaved(Exception):
     """A checkpoint could not be written; the message says why, and what is left."""
 
@@ -90,7 +94,7 @@ class RunFolder:
 
     @property
     def preempted(self) -> Path:
-        """Tells a requeue that cannot see the exit code (torchrun hides it) that the run wants to go on."""
+        """Tells a requeue that cannot see the exit code (torchrun hides it) that the run is to be resumed."""
         return self.path / "preempted"
 
     @contextlib.contextmanager
@@ -99,17 +103,25 @@ class RunFolder:
 
         Raises:
             ValueError: another run is at work there, or was until after this one has read the folder; or the checkpoint
-                to go on from is damaged.
+                to resume from is damaged.
         """
         if not by_this_rank:
             yield
             return
         with locked(self.path):
-            if _read(self.config, self.bound_to) != self:
-                raise ValueError(f"output={self.config.output!r}: another run has just ended there: start again")
+            if not self._unchanged():
+                raise ValueError(
+                    f"output={self.config.output!r}: another run has just ended there: rerun the same command"
+                )
             if self.checkpoint is not None:
                 check_whole(self.checkpoint)
             yield
+
+    def _unchanged(self) -> bool:
+        try:
+            return _read(self.config, self.bound_to) == self
+        except AlreadyComplete:
+            return False
 
     def begin(self) -> None:
         """Make the folder, or cut its records back to the checkpoint's step; on global rank 0 alone."""
@@ -123,15 +135,17 @@ class RunFolder:
             cut_records(self.path / name, self.step)
         warn_of_gaps(self.path / "metrics.jsonl", self.step)
         for name in ("checkpoint", "reference"):
-            if (self.path / name).exists():  # of a run that ended and now goes on
+            if (self.path / name).exists():  # of a complete run that is made longer
                 (self.path / name).rename(self.path / f"{name}-{self.step}")
 
 
 def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:
-    """The folder `config.output`, new or with a run to go on with; changes nothing.
+    """The folder `config.output`, new or with a run to resume; changes nothing.
 
     Raises:
-        ValueError: the folder exists and holds no run, another run, or a complete one, or `checkpoint.resume` is false.
+        ValueError: the folder exists and holds no run, another run, or a complete one that cannot be made as long as
+            `config` asks, or `checkpoint.resume` is false.
+        AlreadyComplete: it holds this run, complete.
     """
     return _read(config, bound_to(config, hf_config))
 
@@ -145,16 +159,26 @@ def _read(config: RunConfig, own: Mapping[str, Any]) -> RunFolder:
     if config.checkpoint.resume is False:
         raise ValueError(
             f"output={config.output!r} holds a run and checkpoint.resume=false: a run never overwrites; "
-            "choose another folder, remove it, or go on with it by checkpoint.resume=true"
+            "choose another folder, remove it, or resume it with checkpoint.resume=true"
         )
-    _check_same(config, own, path)
+    saved = load_saved(path / "config.yaml")
+    _check_same(config, own, saved, path)
     step, checkpoint = max(complete_checkpoints(path / "checkpoints").items(), default=(0, None))
-    if (path / "checkpoint").exists() and (checkpoint is None or step >= config.trainer.steps):
-        raise ValueError(
-            f"output={config.output!r} holds a complete run"
-            + (": choose another folder" if checkpoint is None else f" of {step} steps: raise trainer.steps to go on")
-        )
+    if (path / "checkpoint").exists():  # written last
+        _check_longer(config, saved.trainer.steps, step)
     return RunFolder(config, own, checkpoint, step)
+
+
+def _check_longer(config: RunConfig, done: int, saved: int) -> None:
+    """Of a complete run of `done` steps, the first `saved` of them in a checkpoint: resumed only to make it longer."""
+    asked = config.trainer.steps
+    if asked == done:
+        policy = Path(config.output) / "checkpoint"
+        raise AlreadyComplete(f"output={config.output!r}: the run is complete ({done} steps), its policy in {policy}")
+    if asked < done or not saved:
+        longer = f"raise trainer.steps above {done} to resume"
+        remedy = longer if saved else "it left no checkpoint: choose another folder"
+        raise ValueError(f"output={config.output!r} holds a complete run of {done} steps: {remedy}")
 
 
 def bound_to(config: RunConfig, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,11 +226,11 @@ def check_whole(checkpoint: Path) -> None:
         if found != size:
             *older, _ = ["the beginning", *(f"step={step}" for step in sorted(complete_checkpoints(checkpoint.parent)))]
             what = "missing" if found is None else f"{found} of {size} bytes"
-            raise ValueError(f"{checkpoint} is damaged ({name}: {what}): remove that folder to go on from {older[-1]}")
+            raise ValueError(f"{checkpoint} is damaged ({name}: {what}): remove that folder to resume from {older[-1]}")
 
 
 def cut_records(path: Path, step: int) -> None:
-    """Keep the lines up to `step`: later ones, and a torn one, are written again by the run that goes on."""
+    """Keep the lines up to `step`: later ones, and a torn one, are written again by the resumed run."""
     if path.exists():
         kept = [record for record in read_json_lines(path) if record["step"] <= step]
         with _written_whole(path) as staging:
@@ -214,35 +238,35 @@ def cut_records(path: Path, step: int) -> None:
 
 
 def warn_of_gaps(metrics: Path, step: int) -> None:
-    """A run goes on without the lines that a kill or a full disk has cost it, and says which steps they were."""
+    """A run resumes without the lines that a kill or a full disk has cost it, and says which steps they were."""
     held = {record["step"] for record in read_json_lines(metrics)} if metrics.exists() else set()
     lost = [number for number in range(1, step + 1) if number not in held]
     if lost:
         shown = ", ".join(map(str, lost[:10])) + (f" and {len(lost) - 10} more" if lost[10:] else "")
         print(  # NeMo keeps Python's warnings to itself
             f"{metrics} lacks {'step' if len(lost) == 1 else 'steps'} {shown} of the {step} that the checkpoint has "
-            "trained: the run goes on, reports show a gap there",
+            "trained: the run continues, reports show a gap there",
             file=sys.stderr,
         )
 
 
-def _check_same(config: RunConfig, own: Mapping[str, Any], path: Path) -> None:
+def _check_same(config: RunConfig, own: Mapping[str, Any], saved: RunConfig, path: Path) -> None:
     bound = json.loads((path / "run.json").read_text())
     for name, value in own.items():
         if bound.get(name) != value:
             raise ValueError(
                 f"output={config.output!r}: {name} is {value!r}, the run there has {bound.get(name)!r}: its "
-                "checkpoints cannot serve this run; set it back or choose another folder"
+                "checkpoints do not fit this run; set it back or choose another folder"
             )
     if config.checkpoint.resume:
         return
-    before, now = _flat(dataclasses.asdict(load(str(path / "config.yaml")))), _flat(dataclasses.asdict(config))
+    before, now = _flat(dataclasses.asdict(saved)), _flat(dataclasses.asdict(config))
     for name in sorted(before.keys() | now.keys()):
         free = any(name == part or name.startswith(f"{part}.") for part in FREE)
         if not free and before.get(name) != now.get(name):
             raise ValueError(
                 f"output={config.output!r}: {name} is {now.get(name)!r}, the run there has {before.get(name)!r}: set "
-                "it back, choose another folder, or go on with the change by checkpoint.resume=true"
+                "it back, choose another folder, or resume with the change by checkpoint.resume=true"
             )
 
 

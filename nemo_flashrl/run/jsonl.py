@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: appended to by a run that may be killed, read while it goes on."""
+"""Files of one JSON object a line: appended to by a run that may be killed, read while it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from nemo_flashrl.metrics.table import with_new_names
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
@@ -47,6 +49,9 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a `metrics.jsonl`, in order; of a step that a restarted run did again, the last line."""
-    steps = {record["step"]: record for record in read_json_lines(path) if "step" in record}
+    """The steps of a `metrics.jsonl`, in order; of a step that a resumed run did again, the last line.
+
+    Metrics that an earlier version named otherwise have their new names.
+    """
+    steps = {record["step"]: with_new_names(record) for record in read_json_lines(path) if "step" in record}
     return [steps[step] for step in sorted(steps)]

@@ -62,7 +62,7 @@ def _take(file: int, folder: Path) -> None:
         if error.errno not in NO_LOCKS:
             raise
         warnings.warn(
-            f"output={str(folder)!r}: its file system has no locks ({error}): nothing keeps a second run out of it",
+            f"output={str(folder)!r}: its file system has no locks ({error}): a second run in it is not prevented",
             stacklevel=4,
         )
     owner = f"{os.getpid()}@{socket.gethostname()}\n".encode()

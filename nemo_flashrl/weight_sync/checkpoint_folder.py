@@ -39,7 +39,7 @@ def read_table(folder: Path) -> dict[str, Entry]:
                     part = handle.get_slice(name)
                     found[name] = Entry(tuple(part.get_shape()), part.get_dtype(), file)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{file} is no whole safetensors file ({error})") from error
+            raise ValueError(f"{file} is not a complete safetensors file ({error})") from error
     return found
 
 

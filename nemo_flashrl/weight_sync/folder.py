@@ -67,7 +67,7 @@ async def write_folder(stream: NamedTensors, folder: Path) -> int:
     The index is written last: a folder without one is not whole. The event loop gets its turn after every tensor.
 
     Raises:
-        ValueError: a name came twice, or a tensor of a type that is no weight's.
+        ValueError: a duplicate tensor, or one of a dtype that no weight has.
         Whatever the stream raises, which leaves a folder without an index.
     """
     folder.mkdir(parents=True)
@@ -77,7 +77,7 @@ async def write_folder(stream: NamedTensors, folder: Path) -> int:
     try:
         for name, tensor in stream:
             if name in weight_map:
-                raise ValueError(f"weights: {name} came twice")
+                raise ValueError(f"weights: duplicate tensor {name}")
             if tensor.dtype not in _NAMES:
                 raise ValueError(f"weights: {name} is {tensor.dtype}; known are {', '.join(map(str, _NAMES))}")
             if part is None or not part.takes(name, tensor):

@@ -33,7 +33,7 @@ class HfTensors:
             try:
                 handle = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file} is not a whole safetensors file ({error}): copy it again") from error
+                raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again") from error
             self._handles.update(dict.fromkeys(handle.keys(), handle))
         for name in sorted(weight_map.keys() - self._handles.keys()):
             raise ValueError(f"{self.folder / weight_map[name]} lacks {name!r}, which {INDEX} names: copy it again")

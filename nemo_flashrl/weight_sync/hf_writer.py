@@ -30,7 +30,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     except OSError as error:
         if target.exists():  # another writer came between the check and the renaming
             refuse_existing(target)
-        raise ValueError(f"{target} could not be written ({error}); nothing is left of it") from error
+        raise ValueError(f"{target} could not be written ({error}) and was removed") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

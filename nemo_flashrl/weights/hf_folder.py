@@ -152,7 +152,7 @@ def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> set[to
         total_bytes += size
     if broken:
         more = f" (and {len(broken) - 1} more)" if broken[1:] else ""
-        raise ValueError(f"NaN or inf in {broken[0]}{more}: no export is written of weights that answer nothing")
+        raise ValueError(f"NaN or inf in {broken[0]}{more}: broken weights are not exported")
     _save(part, folder / f"part-{part_number}")
     if part_number == 0:
         (folder / "part-0").rename(folder / "model.safetensors")
