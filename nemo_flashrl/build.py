@@ -1,9 +1,4 @@
-"""A configuration and what was checked of it -> the objects that train.
-
-What changes a step on its way is named here once:
-
-    MODIFIES
-"""
+"""A configuration and what was checked of it -> the objects that train: model, driver, data, callbacks, trainer."""
 
 from __future__ import annotations
 
@@ -137,7 +132,19 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
 
 
 def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutDriver | None) -> list[Any]:
-    """What acts around an optimizer step, in this order."""
+    """What acts around an optimizer step, in this order, and what each may change.
+
+    PassAgreementCallback   nothing: refuses a model whose training and no-grad passes differ, at the first step
+    EMAReferenceCallback    microbatches get `reference_logprobs`; after the step, the reference
+    KLPenaltyCallback       microbatches get `kl_coefficient`, or `RankStep.reduce_rewards`; after the step, beta
+    ValueBaselineCallback   `RankStep.reduce_rewards`, and the value head
+    WeightRefitCallback     after the step: the sampler's weights
+    EvaluationCallback      after the step: the sampler's weights, and back
+    RLMetricsCallback       after the step: the run's files; reads what the others `RankStep.report`
+    RunCheckpoint           after the step, last: the checkpoint, and whether the run goes on
+
+    Each may `RankStep.report` metrics; none writes to a step in another way.
+    """
     from nemo_flashrl.callbacks import PassAgreementCallback, RLMetricsCallback, RunCheckpoint, WeightRefitCallback
     from nemo_flashrl.callbacks.value_baseline import value_baseline
 

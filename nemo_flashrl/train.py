@@ -1,8 +1,38 @@
-"""From a configuration to a trained checkpoint.
+"""From a configuration to a trained checkpoint: prepare, build, fit, export.
 
-prompts -> Collector (rollout/) -> Batch (records.py) -> RolloutDataModule (data/)
-        -> PolicyModel + PolicyHead (models/) -> loss (algorithms/) -> optimizer step (NeMo, Megatron)
-        -> WeightRefitCallback (callbacks/) -> live shards as HF names (weights/) -> engine (rollout/) -> prompts
+One trajectory, from hand to hand, each line a file and the function in it that takes over:
+
+    prompt
+      1  rollout/prompts.py:PromptStream.next                       its task is drawn
+      2  rollout/collector.py:Collector.collect                     a rollout slot is free for it
+      3  rollout/episode.py:run_episode                             turns: actions sampled, observations appended
+      4  engines/http.py:RemoteEngine.generate                      token ids -> tokens, log-probs, policy versions
+      5  rollout/groups.py:Siblings.add                             ended; with its group where there are groups
+      6  rollout/driver.py:RolloutDriver.collect                    a batch crosses to the trainer's thread
+      7  data/datamodule.py:RolloutDataModule.next_step             advantages, weights, microbatches of all ranks
+      8  data/rank_step.py:scatter                                  to each rank its own
+      9  models/policy_model.py:PolicyModel.forward_step            through the pipeline, Megatron's schedule
+     10  models/policy_head.py:PolicyHead.forward                   log-probs and loss, without logits
+     11  models/policy_model.py:PolicyLossReduction.forward         the loss's scale, the step's statistics
+    optimizer step (NeMo, Megatron)
+     12  callbacks/weight_refit.py:WeightRefitCallback.on_train_batch_end   the new weights leave
+     13  weights/shards.py:stream_hf_tensors                        live shards -> Hugging Face names, one at a time
+     14  rollout/driver.py:RolloutDriver.load_weights               they cross to the rollouts' thread
+     15  engines/http.py:RemoteEngine.load_weights                  to every server: pause, load, probe, resume
+     16  rollout_server/vllm_backend.py:WeightTransfer.receive_weights      into the model that serves
+    prompt
+
+Who loops, and what it waits for:
+
+    loop, where it runs                 waits for                     unblocked by             produces
+    trainer.fit, every rank             the next step: rank 0 for a   6, then 8                optimizer steps
+                                        batch, others for rank 0
+    RolloutDriver's event loop, in a    answers of engines and        4, an environment, or    trajectories, batches
+      thread of rank 0                  environments, a free slot     a batch taken by 6
+    ServerPool, on that event loop      health of servers that owe    an answer, or a server   which servers are used
+                                        answers, and of lost ones     that is back
+    a rollout server, a process of      requests; in a sync, for      4 and 15                 tokens; new weights
+      its own                           the end of the pause
 """
 
 from __future__ import annotations

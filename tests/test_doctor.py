@@ -15,8 +15,8 @@ import pytest
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.doctor.examine import RULES, as_text, examine
-from nemo_flashrl.run.jsonl import append_json_lines
 from nemo_flashrl.metrics.table import with_new_names
+from nemo_flashrl.run.jsonl import append_json_lines
 from nemo_flashrl.run.record import RunRecord
 
 RUNS = Path(__file__).parent / "recordings"

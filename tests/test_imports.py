@@ -112,6 +112,46 @@ def test_the_tree_stays_small() -> None:
     assert len([path for path in modules if path.parent == PACKAGE]) <= 7
 
 
+def drawn() -> list[tuple[int, str, str]]:
+    """(number, file, function) of each hand-off in the picture at the top of train.py."""
+    text = ast.get_docstring(ast.parse((PACKAGE / "train.py").read_text()))
+    found = re.findall(r"^ +(\d+)  ([\w/]+\.py):([\w.]+)", text, re.MULTILINE)
+    return [(int(number), file, function) for number, file, function in found]
+
+
+def test_the_loop_is_drawn_as_it_is() -> None:
+    hands = drawn()
+    assert [number for number, _, _ in hands] == list(range(1, len(hands) + 1))
+    text = (PACKAGE / "train.py").read_text()
+    before_the_step = drawn_before(text)
+    assert len(before_the_step) <= 11 and len(hands) <= 16
+    for _, file, function in hands:
+        assert function in functions(PACKAGE / file), f"{file} has no {function}"
+
+
+def drawn_before(text: str) -> list[str]:
+    """The lines of the picture from the prompt to the optimizer step."""
+    picture = text[text.index("    prompt\n") : text.index("    optimizer step")]
+    return picture.splitlines()[1:]
+
+
+def functions(path: Path) -> set[str]:
+    """`function` and `Class.method` of a file."""
+    tree, kinds = ast.parse(path.read_text()), ast.FunctionDef | ast.AsyncFunctionDef
+    plain = {node.name for node in tree.body if isinstance(node, kinds)}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return plain | {f"{c.name}.{part.name}" for c in classes for part in c.body if isinstance(part, kinds)}
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "callbacks").glob("*.py")), ids=lambda p: p.name)
+def test_callbacks_change_a_step_by_its_methods_alone(path: Path) -> None:
+    """What they read is a field; they call `report` and `reduce_rewards`, and assign to nothing of it."""
+    text = path.read_text()
+    assert not re.findall(r"\bcurrent(?:_step)?\.(?:\w+)(?:\[[^]]*\])? [-+|]?= ", text)
+    called = set(re.findall(r"\bcurrent(?:_step)?((?:\.\w+)+)\(", text))
+    assert called <= {".report", ".reduce_rewards"}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_hardware_is_named_in_platform_alone(path: Path) -> None:
     if room(path) == HARDWARE:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_flashrl.config import load, load_saved, quoted, read_plain
-from nemo_flashrl.config.renamed import RENAMED
+from nemo_flashrl.config.overrides import RENAMED
 
 GIVEN = ["output=runs/first", "model.path=here"]
 

@@ -15,8 +15,8 @@ import pytest
 from processes import run_ranks
 
 from nemo_flashrl.config import load
-from nemo_flashrl.run.jsonl import append_json_line, read_json_lines
 from nemo_flashrl.run.folder import AlreadyComplete, complete_checkpoints, cut_records, open_folder, record_files
+from nemo_flashrl.run.jsonl import append_json_line, read_json_lines
 
 HF_CONFIG = {"model_type": "qwen2", "vocab_size": 515, "hidden_size": 64, "num_hidden_layers": 2}
 

@@ -23,7 +23,7 @@ from nemo_flashrl.records import Batch, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.groups import LongPrompts, SlotClock, Siblings
+from nemo_flashrl.rollout.groups import LongPrompts, Siblings, SlotClock
 from nemo_flashrl.rollout.prompts import PromptStream
 
 GET = ids("get ( k 2 9 )")

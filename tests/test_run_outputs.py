@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from tiny import random_trajectories
 
-from nemo_flashrl.run.jsonl import append_json_line, append_json_lines, read_metrics
-from nemo_flashrl.metrics.table import RENAMED, find_metric
 from nemo_flashrl.metrics.step import policy_metrics, trajectory_metrics
-from nemo_flashrl.report.run_data import page_data
-from nemo_flashrl.run.record import read_run
+from nemo_flashrl.metrics.table import RENAMED, find_metric
 from nemo_flashrl.records import Batch
 from nemo_flashrl.rehearsal.summary import draw_curve
+from nemo_flashrl.report.run_data import page_data
 from nemo_flashrl.rollout.driver import RolloutDriver
 from nemo_flashrl.run.jsonl import append_json_line, append_json_lines, read_metrics
+from nemo_flashrl.run.record import read_run
 
 
 def test_a_line_always_parses(tmp_path: Path) -> None:

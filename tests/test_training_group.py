@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny import write_model
 
 LONG = 60.0
 COMMAND = """
@@ -52,3 +53,28 @@ def test_training_ends_with_the_command(number: int, tmp_path: Path) -> None:
     finally:
         if is_alive(child):
             os.kill(child, signal.SIGKILL)
+
+
+def test_workers_end_where_torchrun_is_killed(tmp_path: Path) -> None:
+    """torchrun's own end of its workers never runs then: the kernel tells them."""
+    model = write_model(tmp_path / "model")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["nemo_flashrl.cli", "train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={model}"]
+    torchrun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    workers: list[int] = []
+    try:
+        # They have asked the kernel before they import torch, which takes seconds.
+        until(lambda: len(with_torch(torchrun.pid)) == 2)
+        workers = with_torch(torchrun.pid)
+        torchrun.kill()
+        until(lambda: not any(map(is_alive, workers)))
+    finally:
+        for process in [torchrun.pid, *workers]:
+            if is_alive(process):
+                os.kill(process, signal.SIGKILL)
+
+
+def with_torch(parent: int) -> list[int]:
+    """The child processes that have loaded torch."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(child) for child in children if "libtorch" in Path(f"/proc/{child}/maps").read_text()]

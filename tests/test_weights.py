@@ -14,7 +14,7 @@ from workers.weights import Sizes
 
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
 from nemo_flashrl.weights.hf_folder import write_hf_folder
-from nemo_flashrl.weights.mapping import Layout, Place, find_rule
+from nemo_flashrl.weights.mapping import Place, RuleSizes, find_rule
 
 ROPE = {
     "linear": ("qwen2", {"type": "linear", "factor": 3.0}),
@@ -96,7 +96,7 @@ def test_streaming_holds_two_parameters_at_most(report) -> None:
 def test_gate_and_up_shards_are_deinterleaved() -> None:
     """TP=2, F=2: rank 0 holds [gate_0; up_0], rank 1 [gate_1; up_1]; plain concatenation would mix them."""
     rule = find_rule("decoder.layers.0.mlp.linear_fc1.weight")
-    layout = Layout(vocab_size=3, query_groups=1, heads_per_group=1, head_dim=1, tied=False)
+    layout = RuleSizes(vocab_size=3, query_groups=1, heads_per_group=1, head_dim=1, tied=False)
     shards = [torch.tensor([[1.0], [10.0]]), torch.tensor([[2.0], [20.0]])]
     gate, up = rule.to_hf(shards, layout)
     assert gate.tolist() == [[1.0], [2.0]]
@@ -108,7 +108,7 @@ def test_gate_and_up_shards_are_deinterleaved() -> None:
 def test_qkv_is_grouped_by_key_value_group() -> None:
     """2 groups of 2 query heads, head size 1: rows q0 q1 k0 v0 | q2 q3 k1 v1."""
     rule = find_rule("decoder.layers.3.self_attention.linear_qkv.weight")
-    layout = Layout(vocab_size=3, query_groups=2, heads_per_group=2, head_dim=1, tied=False)
+    layout = RuleSizes(vocab_size=3, query_groups=2, heads_per_group=2, head_dim=1, tied=False)
     shards = [torch.tensor([[0.0], [1.0], [100.0], [200.0]]), torch.tensor([[2.0], [3.0], [101.0], [201.0]])]
     q, k, v = rule.to_hf(shards, layout)
     assert q.flatten().tolist() == [0, 1, 2, 3]

@@ -39,8 +39,15 @@ def _train(options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
         raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
-    from nemo_flashrl.run.folder import EXIT_MONITOR, EXIT_PREEMPTED, AlreadyComplete, NotSaved, Preempted, StoppedByMonitor
     from nemo_flashrl.engines.server_pool import NoServer
+    from nemo_flashrl.run.folder import (
+        EXIT_MONITOR,
+        EXIT_PREEMPTED,
+        AlreadyComplete,
+        NotSaved,
+        Preempted,
+        StoppedByMonitor,
+    )
     from nemo_flashrl.train import train
 
     try:

@@ -17,8 +17,14 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, quoted, set_field
-from nemo_flashrl.config.renamed import refuse_renamed, with_new_names
+from nemo_flashrl.config.overrides import (
+    hydra_override,
+    is_named_as_a_folder,
+    quoted,
+    refuse_renamed,
+    set_field,
+    with_new_names,
+)
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
 

@@ -1,4 +1,7 @@
-"""`key=value` of a command line -> an override in Hydra's grammar."""
+"""`key=value` of a command line -> an override in Hydra's grammar; keys that had another name.
+
+A renamed key is refused where a user writes it, and translated in a run's own record.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from nemo_flashrl.config.schema import RunConfig
+
+RENAMED = {  # since 0.1.0
+    "rollout.uses": "rollout.updates_per_batch",
+    "rollout.tied_group_replacements": "rollout.dynamic_sampling_max_groups",
+    "optimizer.clip_gradient": "optimizer.max_grad_norm",
+    "monitors.selected": "monitors.effective_fraction",
+}
 
 
 def hydra_override(text: str, conf: Path, own: Path) -> str:
@@ -106,3 +116,24 @@ def _type(key: str) -> Any:
     for part in key.split("."):
         owner = get_type_hints(owner).get(part) if dataclasses.is_dataclass(owner) else None
     return owner
+
+
+def refuse_renamed(config: DictConfig, path: Path) -> None:
+    """ValueError gives the new name of the first renamed key that `config`, read from `path`, sets."""
+    for old, new in RENAMED.items():
+        if _sets(config, old):
+            raise ValueError(f"{path}: {old} is now {new}")
+
+
+def with_new_names(config: DictConfig) -> DictConfig:
+    """`config`, changed in place: the value of each renamed key stands under its new name."""
+    for old, new in RENAMED.items():
+        if _sets(config, old):
+            section, field = old.split(".")
+            OmegaConf.update(config, new, config[section].pop(field))
+    return config
+
+
+def _sets(config: DictConfig, key: str) -> bool:
+    section, field = key.split(".")
+    return isinstance(config.get(section), DictConfig) and field in config[section]

@@ -29,7 +29,7 @@ from nemo_flashrl.environments.guard import begun
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.episode import Limits, run_episode
-from nemo_flashrl.rollout.groups import Failing, FirstErrors, SlotClock, Siblings, none_usable, reason_to_drop
+from nemo_flashrl.rollout.groups import Failing, FirstErrors, Siblings, SlotClock, none_usable, reason_to_drop
 from nemo_flashrl.rollout.metrics import rollout_metrics
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
 

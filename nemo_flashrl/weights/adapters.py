@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_flashrl.weight_sync.hf_writer import new_folder
 from nemo_flashrl.weights.lora import adapters, tensor_shards
-from nemo_flashrl.weights.mapping import Layout, Rule, find_rule
+from nemo_flashrl.weights.mapping import Rule, RuleSizes, find_rule
 from nemo_flashrl.weights.shards import Named, from_stage, to_first_rank
 
 
@@ -27,7 +27,7 @@ def stream_adapter(model: MegatronGPTModel, *, scaled: bool = False) -> Iterator
     """
     if parallel_state.get_data_parallel_rank(with_context_parallel=True) != 0:
         return
-    layout = Layout.of(model.config, 0)
+    layout = RuleSizes.of(model.config, 0)
     for stage in range(parallel_state.get_pipeline_model_parallel_world_size()):
         here = parallel_state.get_pipeline_model_parallel_rank() == stage
         own = adapters(model) if here else {}
@@ -46,7 +46,7 @@ def _global_layer(model: MegatronGPTModel, name: str) -> int:
     return model.get_submodule(".".join(name.split(".")[:3])).layer_number - 1
 
 
-def _whole_factors(wrapper: LoRALinear, rule: Rule, layout: Layout, scaled: bool) -> tuple[Tensor, ...]:
+def _whole_factors(wrapper: LoRALinear, rule: Rule, layout: RuleSizes, scaled: bool) -> tuple[Tensor, ...]:
     """(down, up) for each of Hugging Face's layers in turn; a row-parallel layer's factor down is cut along inputs."""
     adapter = wrapper.adapter
     downs, ups = (tensor_shards(part.weight.detach()) for part in (adapter.linear_in, adapter.linear_out))

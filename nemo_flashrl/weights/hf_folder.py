@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_flashrl import platform
 from nemo_flashrl.weight_sync.hf_reader import INDEX, HfTensors
 from nemo_flashrl.weight_sync.hf_writer import new_folder
-from nemo_flashrl.weights.mapping import Layout, Place, find_rule
+from nemo_flashrl.weights.mapping import Place, RuleSizes, find_rule
 from nemo_flashrl.weights.shards import Model, chunks_of, local_parameters
 
 MAX_SHARD_BYTES = 5 * 2**30  # transformers' own default
@@ -33,7 +33,7 @@ def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
             model takes.
     """
     source = HfTensors(folder)
-    layout = Layout.of(chunks_of(model)[0].config, vocab_size)
+    layout = RuleSizes.of(chunks_of(model)[0].config, vocab_size)
     used: set[str] = set()
     for name, layer, parameter in local_parameters(model):
         rule = find_rule(name)
@@ -52,7 +52,7 @@ def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
     _check_all_used(source, used, layout)
 
 
-def _place(parameter: Tensor, of_expert: bool, layout: Layout) -> tuple[Place, int]:
+def _place(parameter: Tensor, of_expert: bool, layout: RuleSizes) -> tuple[Place, int]:
     """Where this rank's shard lies, and the global number of its first expert."""
     if not of_expert:
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -63,7 +63,7 @@ def _place(parameter: Tensor, of_expert: bool, layout: Layout) -> tuple[Place, i
     return place, parallel_state.get_expert_model_parallel_rank() * layout.num_experts // ranks
 
 
-def _check_all_used(source: HfTensors, used: set[str], layout: Layout) -> None:
+def _check_all_used(source: HfTensors, used: set[str], layout: RuleSizes) -> None:
     everyone: list[set[str]] = [used] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, used, group=platform.object_group())
     used = set().union(*everyone)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class RuleSizes:
     """The sizes that a rule needs."""
 
     vocab_size: int  # the tokenizer's, without padding rows
@@ -31,7 +31,7 @@ class Layout:
     num_experts: int = 0  # of a layer, over all ranks
 
     @classmethod
-    def of(cls, config, vocab_size: int) -> Layout:
+    def of(cls, config, vocab_size: int) -> RuleSizes:
         """From a Megatron TransformerConfig."""
         groups = config.num_query_groups or config.num_attention_heads
         return cls(
@@ -61,8 +61,8 @@ class Place:
     shape: torch.Size
 
 
-ToHf = Callable[[Sequence[Tensor], Layout], tuple[Tensor, ...]]
-FromHf = Callable[[Sequence[Tensor], Layout, "Place"], Tensor]
+ToHf = Callable[[Sequence[Tensor], RuleSizes], tuple[Tensor, ...]]
+FromHf = Callable[[Sequence[Tensor], RuleSizes, "Place"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Rule:
     from_hf: FromHf
     sharded: bool  # False: every tensor rank holds the same
 
-    def hf_names(self, name: str, layer: int, layout: Layout, first_expert: int = 0) -> list[str]:
+    def hf_names(self, name: str, layer: int, layout: RuleSizes, first_expert: int = 0) -> list[str]:
         """The Hugging Face names that Megatron parameter `name` of global layer `layer` is made of.
 
         `first_expert` is the global number of the first expert of the rank that holds the parameter.
@@ -91,29 +91,29 @@ class Rule:
         return "expert" in self.pattern.groupindex
 
 
-def _whole_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
+def _whole_to_hf(shards: Sequence[Tensor], layout: RuleSizes) -> tuple[Tensor, ...]:
     return (shards[0],)
 
 
-def _whole_from_hf(tensors: Sequence[Tensor], layout: Layout, place: Place) -> Tensor:
+def _whole_from_hf(tensors: Sequence[Tensor], layout: RuleSizes, place: Place) -> Tensor:
     return tensors[0]
 
 
-def _rows_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
+def _rows_to_hf(shards: Sequence[Tensor], layout: RuleSizes) -> tuple[Tensor, ...]:
     """Input-dimension shards of a row-parallel layer: [out, in/TP] -> [out, in]."""
     return (torch.cat(tuple(shards), dim=1),)
 
 
-def _rows_from_hf(tensors: Sequence[Tensor], layout: Layout, place: Place) -> Tensor:
+def _rows_from_hf(tensors: Sequence[Tensor], layout: RuleSizes, place: Place) -> Tensor:
     return tensors[0].chunk(place.size, dim=1)[place.rank]
 
 
-def _vocab_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
+def _vocab_to_hf(shards: Sequence[Tensor], layout: RuleSizes) -> tuple[Tensor, ...]:
     """[Vpadded/TP, H] -> [V, H]: the padding rows go."""
     return (torch.cat(tuple(shards))[: layout.vocab_size],)
 
 
-def _vocab_from_hf(tensors: Sequence[Tensor], layout: Layout, place: Place) -> Tensor:
+def _vocab_from_hf(tensors: Sequence[Tensor], layout: RuleSizes, place: Place) -> Tensor:
     """[V, H] -> this rank's rows, filled up to the parameter's own with zeros."""
     if tensors[0].shape[0] != layout.vocab_size:
         raise ValueError(
@@ -124,17 +124,17 @@ def _vocab_from_hf(tensors: Sequence[Tensor], layout: Layout, place: Place) -> T
     return torch.nn.functional.pad(rows, (0, 0, 0, held - rows.shape[0]))
 
 
-def _gate_up_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
+def _gate_up_to_hf(shards: Sequence[Tensor], layout: RuleSizes) -> tuple[Tensor, ...]:
     """Each shard is [gate_i; up_i]: de-interleaved, not just concatenated."""
     halves = [shard.chunk(2) for shard in shards]
     return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
 
 
-def _gate_up_from_hf(tensors: Sequence[Tensor], layout: Layout, place: Place) -> Tensor:
+def _gate_up_from_hf(tensors: Sequence[Tensor], layout: RuleSizes, place: Place) -> Tensor:
     return torch.cat([tensor.chunk(place.size)[place.rank] for tensor in tensors])
 
 
-def _qkv_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
+def _qkv_to_hf(shards: Sequence[Tensor], layout: RuleSizes) -> tuple[Tensor, ...]:
     """[g * (r + 2) * d, ...] grouped as (queries, key, value) per group -> q, k, v."""
     whole = torch.cat(tuple(shards))
     trailing = whole.shape[1:]
@@ -143,7 +143,7 @@ def _qkv_to_hf(shards: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
     return tuple(part.reshape(-1, *trailing) for part in (grouped[:, :r], grouped[:, r : r + 1], grouped[:, r + 1 :]))
 
 
-def _qkv_from_hf(tensors: Sequence[Tensor], layout: Layout, place: Place) -> Tensor:
+def _qkv_from_hf(tensors: Sequence[Tensor], layout: RuleSizes, place: Place) -> Tensor:
     q, k, v = tensors
     trailing = q.shape[1:]
     g, d = layout.query_groups, layout.head_dim

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nemo_flashrl import platform
 from nemo_flashrl.weights.lora import merged, without_wrapper
-from nemo_flashrl.weights.mapping import Layout, Rule, find_rule
+from nemo_flashrl.weights.mapping import Rule, RuleSizes, find_rule
 
 Named = tuple[str, Tensor]
 Model = MegatronGPTModel | Sequence[MegatronGPTModel]  # the chunks of a virtual pipeline, in order
@@ -58,7 +58,7 @@ def stream_hf_tensors(
     experts = parallel_state.get_expert_data_parallel_rank() == 0
     if not (dense or experts):
         return
-    layout = Layout.of(chunks_of(model)[0].config, vocab_size)
+    layout = RuleSizes.of(chunks_of(model)[0].config, vocab_size)
     value = value or merged(chunks_of(model))
     for stage in range(parallel_state.get_pipeline_model_parallel_world_size()):
         here = parallel_state.get_pipeline_model_parallel_rank() == stage
@@ -74,7 +74,7 @@ def stream_hf_tensors(
 
 
 def _whole_tensors(
-    rule: Rule, name: str, layer: int, layout: Layout, shards: list[Tensor], stage: int
+    rule: Rule, name: str, layer: int, layout: RuleSizes, shards: list[Tensor], stage: int
 ) -> Iterator[Named]:
     """What one parameter of a stage is to Hugging Face; an expert's name stands for one of every expert rank."""
     ranks = parallel_state.get_expert_model_parallel_world_size() if rule.of_expert else 1

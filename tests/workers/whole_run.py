@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -54,6 +55,9 @@ def main(out: Path, *overrides: str, dropout: float = 0.0) -> None:
     data = build_data(config, parts, driver)
     look = Look(out, parts.vocab_size)
     callbacks = build_callbacks(config, parts, data, driver)
+    documented = re.findall(r"^    (\w+)  +", build_callbacks.__doc__, re.M)
+    present = [type(callback).__name__ for callback in callbacks]
+    assert present == [name for name in documented if name in present]
     callbacks = [c for c in callbacks if not isinstance(c, PassAgreementCallback)]  # dropout is wanted here
     trainer = build_trainer(config, [look, *callbacks])
     resume(trainer, parts.folder)
