@@ -2,15 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/rollouts.py schedule          # the table as markdown; about a minute
 
-Same workers (places for episodes) and the same trajectories for all: an episode takes 5 to 50 steps (log-uniform), a
+Same rollout slots (workers) and the same trajectories for all: an episode takes 5 to 50 steps (log-uniform), a
 step as long as its tool, log-normal. `lengths` says whether the siblings of a group take as many steps as they like or
 as many as each other. The trainer takes B trajectories and trains for `train` of the seconds that the workers need for
 B trajectories when none is idle. Rates, idle time and ages are those after the first quarter of the batches.
 
     streaming   one rollout a prompt; who has ended is trained, nobody waits
     (a) barrier groups of 8; a batch is begun, waited for and trained, nothing runs over the update
-    (b) hold    groups of 8; a place is free again when all 8 have ended; batches of whole groups
-    (c) refill  groups of 8; a place is free again when its episode has ended; batches of whole groups
+    (b) hold    groups of 8; a slot is free again when all 8 have ended; batches of whole groups
+    (c) refill  groups of 8; a slot is free again when its episode has ended; batches of whole groups
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Tool:
         return StepResult(reward=1.0, done=not self.left)
 
     async def close(self) -> None:
-        """With `hold` the place is kept until the siblings have ended."""
+        """With `hold` the slot is held until the siblings have ended."""
         workers = self.workers
         workers.count(-1)
         group = self.task, self.sample // workers.group_size

@@ -160,7 +160,7 @@ def best_split(shape: ModelShape, gpus: int, job: Job, site: Site) -> Split | No
 
 def run_split(shape: ModelShape, split: Split, job: Job, refit: float) -> tuple[int, Simulated]:
     """(episodes in flight, the simulation) of a split; fewer episodes a server decode faster each."""
-    _, places = decode_tokens_per_second(shape, DEVICE, context_tokens=job.mean_tokens, tensor=split.server_tensor)
+    _, slots = decode_tokens_per_second(shape, DEVICE, context_tokens=job.mean_tokens, tensor=split.server_tensor)
     weights, cache = 2 * shape.parameters, 2 * 2 * shape.layers * shape.key * job.mean_tokens / 2
     bandwidth = DEVICE.bandwidth_gb * 1e9 * split.server_tensor * DECODE_EFFICIENCY
 
@@ -170,7 +170,7 @@ def run_split(shape: ModelShape, split: Split, job: Job, refit: float) -> tuple[
 
     return fewest_in_flight(
         rollouts,
-        places * split.servers,
+        slots * split.servers,
         batch=job.batch,
         train=split.step.total,
         refit=refit,

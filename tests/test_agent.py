@@ -300,7 +300,7 @@ def test_a_summary_in_place_of_a_long_observation() -> None:
     assert asked == [("> k 4 0 9 9 9 9 9", 7), ("> v 1 7 " * 9, 7)]
     observed = TOKENIZER.decode(t.token_ids).split(" get ( k 2 9 )")[1:]
     assert observed[:2] == [" <unk> <unk> <unk> <unk> > k 7", " > v 1 7"]  # "[summary of 17 characters]" comes first
-    assert (t.end_reason, t.info["error"]) == ("environment_error", "summarize: the answer is a int, not a text")
+    assert (t.end_reason, t.info["error"]) == ("environment_error", "summarize: the answer is a int, not a string")
     assert (t.info["observations_summarized"], t.info["observations_truncated"]) == (2, 0)
 
 
@@ -357,7 +357,7 @@ def test_a_prompt_without_room_ends_before_any_generation() -> None:
         (OSError("disk full"), "step: OSError: disk full"),
         (asyncio.CancelledError(), "step: cancelled itself"),
         (TimeoutError("of its own"), "step: TimeoutError: of its own"),
-        (60.0, "step: no answer in 0.2 s (rollout.step_timeout)"),
+        (60.0, "step: timed out after 0.2 s (rollout.step_timeout)"),
         ("text", "step: TypeError: the answer is a str"),
         (StepResult(observation=b"> k"), "step: TypeError: StepResult.observation is a bytes, not a str"),
         (StepResult(info=[]), "step: TypeError: StepResult.info is a list, not a dict"),
@@ -367,7 +367,7 @@ def test_a_prompt_without_room_ends_before_any_generation() -> None:
         (StepResult(process_reward=1e300), "step: ValueError: the process reward is 1e+300, not within +-1000000"),
         (StepResult(shaping={"a": 1e30}), "step: ValueError: the shaping term a is 1e+30, not within +-1000000"),
         (StepResult(reward="1"), "step: TypeError: the reward is '1', not a number"),
-        (StepResult(info={"score": {1, 2}}), "step: TypeError: the info is nothing that JSON can hold"),
+        (StepResult(info={"score": {1, 2}}), "step: TypeError: the info is not JSON-serializable"),
         (
             StepResult(shaping={("a",): 1.0}),
             "step: TypeError: StepResult.shaping has the names [('a',",
@@ -444,7 +444,10 @@ def test_one_that_swallows_its_cancellation_holds_up_nobody() -> None:
         return t
 
     t = asyncio.run(play_it())
-    assert (t.end_reason, t.info["error"]) == ("environment_error", "step: no answer in 0.1 s (rollout.step_timeout)")
+    assert (t.end_reason, t.info["error"]) == (
+        "environment_error",
+        "step: timed out after 0.1 s (rollout.step_timeout)",
+    )
     assert environment.log[:3] == ["reset", "cancelled", "close"]
 
 

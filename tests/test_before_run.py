@@ -92,7 +92,7 @@ def test_groups_that_say_the_same_are_told() -> None:
     table = group_table(trajectories, 4).splitlines()
     assert table[1].split() == ["0", "0.25", "0.25", "0.43", "0.50", "2", "of", "4"]
     assert table[2].split() == ["1", "0.00", "0", "0.00", "0.25", "1", "of", "4"]
-    assert table[3].startswith("all: pass@1 0.12 pass@4 0.50; tied groups 0.50, std inside a group 0.22, unique 0.38")
+    assert table[3].startswith("all: pass@1 0.12 pass@4 0.50; tied groups 0.50, std in a group 0.22, unique 0.38")
     assert [f[:45] for f in group_findings(trajectories)] == ["38% of a group's rollouts are unique (under 6"]
     assert "easier tasks" in group_findings(group(1, [one, other] * 2, [0.0] * 4))[-1]
     assert "harder tasks" in group_findings(group(1, [one, other] * 2, [1.0] * 4))[-1]

@@ -169,7 +169,7 @@ def test_a_torn_checkpoint_is_refused(flashrl, model: Path, tmp_path: Path) -> N
     (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:100_000])
     code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={torn}")
     assert code == 2
-    assert "not a whole safetensors file" in err
+    assert "not a complete safetensors file" in err
 
 
 def test_existing_output_is_kept(flashrl, model: Path, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_a_configuration_turns_them_on() -> None:
     ("override", "words"),
     [
         ("length_penalty.coefficient=0.1", "length_penalty.coefficient=0.1 needs length_penalty.limit above 0"),
-        ("advantage.turn_discount=0.9", "advantage.turn_discount=0.9 counts in a turn's own return: set"),
+        ("advantage.turn_discount=0.9", "advantage.turn_discount=0.9 applies to per-turn returns: set"),
         ("advantage.clip=0", "advantage.clip=0"),
         ("selection.tokens=all", "selection.tokens='all': must be one of actions, code"),
     ],
@@ -307,7 +307,7 @@ def test_a_configuration_turns_them_on() -> None:
 def test_refuses_settings(override: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load("rehearsal", ["output=unused", "model.path=unused", override])
-    with pytest.raises(ValueError, match="off a trajectory's one reward"):
+    with pytest.raises(ValueError, match="are per trajectory, not per turn"):
         kl = ["kl.coefficient=0.1", "kl.place=reward", "reference.mode=frozen"]
         load("rehearsal", ["output=unused", "model.path=unused", "advantage.turn_coefficient=0.5", *kl])
 

@@ -120,7 +120,7 @@ def test_rollouts_go_on_while_the_trainer_trains_and_wait_for_it_at_last(start) 
 
 
 def test_groups_are_bounded_too(start) -> None:
-    """Groups of 2 and 3 places: at most 4 + 2 x 3 trajectories are finished and not handed over."""
+    """Groups of 2 and 3 slots: at most 4 + 2 x 3 trajectories are finished and not handed over."""
     driver = start(max_in_flight=3, streaming=True, group_size=2)
     for version in range(5):
         batch = driver.collect(version)
@@ -252,9 +252,9 @@ class ByMistake(ScriptedEngine):
 def test_an_engine_that_fails_stops_the_run(start, while_training: bool) -> None:
     """Between two batches as well: the trainer's next call raises what happened meanwhile. Six begin at first, six when
     those have ended and four of them are handed over, and of these the last fails."""
-    places = {"max_in_flight": 6, "streaming": True} if while_training else {}
+    slots = {"max_in_flight": 6, "streaming": True} if while_training else {}
     engine = ByMistake(11 if while_training else 5)
-    driver = start(engine, lambda: ScriptedEnvironment([0.05, DONE]), **places)
+    driver = start(engine, lambda: ScriptedEnvironment([0.05, DONE]), **slots)
     driver.collect(0)
     if while_training:
         until(lambda: driver.collector._failure)

@@ -88,7 +88,9 @@ def test_the_collector_keeps_its_budget_while_groups_grow() -> None:
 def test_a_moving_group_size_is_refused_where_it_cannot_move() -> None:
     base = ["output=x", "model.path=x", "group_size.every=5"]
     for mode in (["rollout.mode=async"], ["rollout.lag=1"]):
-        with pytest.raises(ValueError, match="group_size.every=5: a group's size changes where nothing is under way"):
+        with pytest.raises(
+            ValueError, match="group_size.every=5: a group's size changes only with no episode in flight"
+        ):
             load("rehearsal", [*base, *mode])
     config = load("rehearsal", base)
     with pytest.raises(ValueError, match="group_size.every=5: flash_reinforce has no groups"):

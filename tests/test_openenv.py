@@ -90,7 +90,7 @@ def test_sessions_are_apart(url: str) -> None:
     [
         ("raise", "disk full"),
         ("not a number", "invalid literal"),
-        ("hang", "step: no answer in 5 s"),
+        ("hang", "step: timed out after 5 s"),
         ("flood", "the server ended the session"),
     ],
 )

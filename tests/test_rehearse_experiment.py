@@ -92,7 +92,7 @@ def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         in page
     )
     assert "FAIL" not in page
-    assert "only the cluster can prove" in page
+    assert "can only be checked on the cluster" in page
     assert [step["step"] for step in read_metrics(output / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert main(command) == 2  # never overwritten
     assert "exists" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_more_than_a_page_holds_is_thinned_evenly_and_said(tmp_path: Path, monke
     assert 100 <= len(table["step"]) <= 150  # every fourth, and those whose text is kept
     assert len(data["runs"][0]["samples"]) * 10 <= 500
     assert set(table["sample"]) >= set(range(len(data["runs"][0]["samples"])))
-    assert "thinned" in data["trajectory_note"]
+    assert "subsampled" in data["trajectory_note"]
 
 
 def test_text_cannot_end_the_data(tmp_path: Path) -> None:

@@ -134,12 +134,12 @@ def test_a_straggler_does_not_hold_up_the_batch() -> None:
     assert len(set(collected)) == 12
     assert 1 not in collected
     order = iter(range(100))
-    with pytest.raises(TimeoutError):  # the barrier that the spare place does away with
+    with pytest.raises(TimeoutError):  # the barrier that the spare slot does away with
         asyncio.run(run(spare=0))
 
 
 def test_streaming_keeps_the_places_filled() -> None:
-    """Ten places, batches of four: one ends, the next begins, until a whole batch waits for a trainer that is slow."""
+    """Ten slots, batches of four: one ends, the next begins, until a whole batch waits for a trainer that is slow."""
     gates: list[asyncio.Event] = []
     running = Counter()
 
@@ -163,7 +163,7 @@ def test_streaming_keeps_the_places_filled() -> None:
             await settle()
             seen.append((running["now"], len(gates), collecting.done()))
             gates[place].set()
-        # By hand: four endings make the batch, four more fill the next one, and only then no episode takes their place.
+        # By hand: four endings make the batch, four more fill the next one, and only then no episode takes their slot.
         assert seen[:5] == [(10, 10, False), (10, 11, False), (10, 12, False), (10, 13, False), (10, 14, True)]
         assert seen[5:] == [(10, 15, True), (10, 16, True), (10, 17, True), (9, 17, True), (8, 17, True)]
         assert numbers(collecting.result()) == [0, 1, 2, 3]
@@ -193,7 +193,7 @@ def test_groups_are_whole() -> None:
 
 
 def test_old_trajectories_are_dropped_and_counted() -> None:
-    """Six places, batches of four, episodes 0 and 1 slow. After the first batch, 2 to 5, the places hold 0, 1, 6 to 9,
+    """Six slots, batches of four, episodes 0 and 1 slow. After the first batch, 2 to 5, the slots hold 0, 1, 6 to 9,
     all of version 0. At version 2 they are too old for max_staleness=1, and 10 to 13 are sampled instead."""
 
     async def run(max_staleness: int | None) -> list[Batch]:

@@ -8,8 +8,8 @@ import rollouts
 
 
 def test_schedules_by_hand() -> None:
-    """Eight places, groups of one episode of 10 s and seven of 1 s. Behind a barrier or with held places a group takes
-    10 s: 0.8 trajectories/s, busy for 17 of 80 place-seconds. Places that are freed at once are never empty: each makes
+    """Eight slots, groups of one episode of 10 s and seven of 1 s. Behind a barrier or with held slots a group takes
+    10 s: 0.8 trajectories/s, busy for 17 of 80 slot-seconds. Slots that are freed at once are never idle: each makes
     8 trajectories in 17 s, up to which episodes fall into the window."""
     group = [np.full(10, 1.0), *[np.ones(1)] * 7]
     workload = rollouts.Workload(group * 40)

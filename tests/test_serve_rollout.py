@@ -82,7 +82,7 @@ def test_nothing_outlives_it(serving: Serving, number: int) -> None:
 def test_dead_server_is_started_again(serving: Serving) -> None:
     first = serving.servers()
     os.kill(first[1], signal.SIGKILL)
-    serving.says("ended with exit code -9 and is started again")
+    serving.says("exited with code -9 and is restarted")
     serving.says("is ready", 3)
     now = serving.servers()
     assert first[0] in now and first[1] not in now and len(now) == 2
@@ -97,7 +97,7 @@ def test_server_whose_engine_died_is_started_again(serving: Serving) -> None:
         f"http://127.0.0.1:{serving.ports[1]}/behave", json.dumps({"fail_always": "/health"}).encode()
     )
     urllib.request.urlopen(request, timeout=10).close()
-    serving.says(f"the server on port {serving.ports[1]} refuses its health checks and is ended")
+    serving.says(f"the server on port {serving.ports[1]} fails its health checks and is stopped")
     serving.says("is ready", 3)
     assert first[0] in serving.servers() and first[1] not in serving.servers()
 
@@ -117,7 +117,7 @@ def test_server_that_dies_again_and_again_is_an_error(serving: Serving) -> None:
         if death < 3:
             serving.says("is ready", 2 + death)
     assert serving.process.wait(LONG) == 1
-    assert "ended with exit code -9 soon after it answered, 3 times in a row" in serving.log.read_text()
+    assert "exited with code -9 soon after it answered, 3 times in a row" in serving.log.read_text()
     assert all(is_free(port) for port in serving.ports)
 
 
@@ -134,7 +134,7 @@ def test_ends_with_the_process_it_follows(tmp_path: Path) -> None:
 def test_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     serving = Serving(tmp_path / "log", flags="broken")
     assert serving.process.wait(LONG) == 1
-    assert "ended with exit code 3 before it answered" in serving.log.read_text()
+    assert "exited with code 3 before it answered" in serving.log.read_text()
 
 
 CONFIG = """
@@ -216,7 +216,7 @@ def test_refusals(settings: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "vLLM is not installed for" in capsys.readouterr().err
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     assert main(["serve-rollout", settings, "rollout.servers=[]"]) == 2
-    assert "say on which port" in capsys.readouterr().err
+    assert "set the port on which the servers listen" in capsys.readouterr().err
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -138,7 +138,7 @@ def test_nonsense_everywhere_ends_in_an_error(pair: list[StandIn]) -> None:
         await over.generate([1], Sampling())
         for server in pair:
             server.behave(nonsense="malformed")
-        with pytest.raises(RuntimeError, match="failed 4 times.*no JSON"):
+        with pytest.raises(RuntimeError, match="failed 4 times.*did not answer with JSON"):
             await over.generate([1], Sampling())
         assert over.faults["malformed"] == 4
 
@@ -396,10 +396,10 @@ def test_stream_that_breaks_off(pair: list[StandIn]) -> None:
         ({"raw": True}, "do not change with the temperature.*processed_logprobs"),
         ({"top_k": 5}, "truncates"),
         ({"top_k": 28}, "0.* in the whole distribution"),
-        ({"fail": "/init_weight_transfer_engine"}, "no weight-transfer backend of ours"),
+        ({"fail": "/init_weight_transfer_engine"}, "lacks our weight-transfer backend"),
         (
             {"context": 127},
-            r"takes 127 tokens .* may come to 128 \(model.context_length\): start it with .*serve-rollout",
+            r"takes at most 127 tokens .* may come to 128 \(model.context_length\): start it with .*serve-rollout",
         ),
     ],
 )

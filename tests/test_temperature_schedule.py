@@ -45,7 +45,7 @@ def test_the_shipped_schedule_is_composed() -> None:
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_each_trajectory_knows_what_it_was_sampled_at(streaming: bool) -> None:
-    """A change holds for episodes that begin later; one that goes on from a checkpoint samples at the step's own."""
+    """A change holds for episodes that begin later; a resumed run samples at the step's own."""
     engine = ScriptedEngine(ids("get ( k 2 9 )"))
 
     async def run(first_version: int, state: dict | None = None) -> tuple[list[list[float]], dict]:

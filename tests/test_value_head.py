@@ -129,11 +129,11 @@ def test_steps_of_the_real_trainer(tmp_path, processes: int, layout: list[str]) 
 
 def test_what_it_does_not_go_with() -> None:
     base = ["output=unused", "model.path=unused", "value_head.learning_rate=0.01"]
-    with pytest.raises(ValueError, match="are not gathered over context ranks"):
+    with pytest.raises(ValueError, match="hidden states are not gathered over context-parallel ranks"):
         load("rehearsal", [*base, "parallel.context=2"])
     with pytest.raises(ValueError, match="advantage.turn_coefficient=1: a KL in the reward and a value head"):
         load("rehearsal", [*base, "advantage.turn_coefficient=1"])
-    with pytest.raises(ValueError, match="the same for all of a group of flash_reinforce and changes nothing"):
+    with pytest.raises(ValueError, match="the same for all rollouts of a group of flash_reinforce and cancels"):
         check_groups(load("rehearsal", base), group_size=8)
     with pytest.raises(ValueError, match="rollout.dynamic_sampling_max_groups=2: flash_reinforce has no groups; set 0"):
         check_groups(load("rehearsal", [*base, "rollout.dynamic_sampling_max_groups=2"]), group_size=1)

@@ -119,7 +119,7 @@ def test_a_context_beyond_the_servers_is_refused_at_start(vllm_server: RealServe
         await engine.generate([1], Sampling())
 
     run(vllm_server, story, functools.partial(VLLMEngine, context=CONTEXT))
-    with pytest.raises(ValueError, match=f"takes {CONTEXT} tokens of prompt and answer together"):
+    with pytest.raises(ValueError, match=rf"takes at most {CONTEXT} tokens \(prompt plus answer\)"):
         run(vllm_server, story, functools.partial(VLLMEngine, context=CONTEXT + 1))
 
 

@@ -36,7 +36,7 @@ def test_kill_of_the_only_server(vllm_server: RealServer, tmp_path: Path) -> Non
         os.kill(vllm_server.vllm_process(), signal.SIGKILL)
         said = running.result()
     assert "no rollout server came up in 10 s" in said or "no rollout server took the weights" in said
-    while "is started again" not in vllm_server.log.read_text():
+    while "is restarted" not in vllm_server.log.read_text():
         time.sleep(0.1)
     group = vllm_server.vllm_process()
     assert vllm_server.end() == 128 + signal.SIGTERM

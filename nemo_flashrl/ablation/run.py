@@ -87,10 +87,10 @@ def as_markdown(rows: Sequence[Comparison], costs: Mapping[str, Sequence[Cost]],
         sums = (_number(_mean(getattr(c, what) for c in spent)) for what in (*COSTS, "effective"))
         cells = [row.variant, row.seeds, _interval(row.own), _interval(row.difference), row.verdict, *sums, each]
         lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    told = [row for row in rows[1:] if row.verdict in ("higher", "lower")]
-    lines += ["", "Costs are means over seeds. " + ("" if not told else "Significant over these seeds: ")]
-    lines[-1] += "; ".join(f"{measure} is {row.verdict} with {row.variant}" for row in told)
-    lines[-1] += "." if told else "No difference to the baseline is significant over these seeds."
+    significant = [row for row in rows[1:] if row.verdict in ("higher", "lower")]
+    lines += ["", "Costs are means over seeds. " + ("" if not significant else "Significant over these seeds: ")]
+    lines[-1] += "; ".join(f"{measure} is {row.verdict} with {row.variant}" for row in significant)
+    lines[-1] += "." if significant else "No difference to the baseline is significant over these seeds."
     if min(row.seeds for row in rows) < FEWEST_SEEDS:
         lines.append(f"With fewer than {FEWEST_SEEDS} seeds no difference is called significant.")
     return "\n".join(lines) + "\n"

@@ -59,14 +59,14 @@ BASELINES = ("batch", "window", "both")
 class FlashReinforceSettings:
     """What a user may set; a ValueError names the field, its value and the right range."""
 
-    delta: float = 3e-3  # a trajectory whose mean divergence exceeds it is rejected; inf switches the gate off
-    importance_sampling: bool = True  # False: the ratio in the loss is 1
-    negative_token_fraction: float = 1.0  # of a failed trajectory's tokens, the highest-entropy ones that are kept
-    ratio_guard: float = EXTREME_NATS  # nats; drops a trajectory with a token beyond it; inf switches the guard off
+    delta: float = 3e-3  # a trajectory whose mean divergence exceeds it is rejected; inf: no gate
+    importance_sampling: bool = True  # False: the importance ratio in the loss is 1
+    negative_token_fraction: float = 1.0  # share of a failed trajectory's tokens that is kept, highest entropy first
+    ratio_guard: float = EXTREME_NATS  # nats; drops a trajectory with a token beyond it; inf: no guard
     baseline: str = "batch"  # batch | window | both: mean reward of this batch, of those before it, or half and half
     baseline_window: int = 8  # batches before this one that count; the first batch has its own mean
     normalise: bool = False  # True: advantages are divided by their root mean square over the batch
-    ratio_clip: float = math.inf  # the ratio in the loss stays this close to 1; inf: as it is
+    ratio_clip: float = math.inf  # clip range of the importance ratio in the loss; inf: no clip
 
     def __post_init__(self) -> None:
         if self.baseline not in BASELINES:
@@ -230,7 +230,7 @@ def flash_reinforce_loss(
         behavior_logprobs: [B, T], the sampler's. A token more than 20 nats from it drops its trajectory.
         rewards: [B].
         action_mask: bool [B, T], True on the tokens that the policy sampled; other positions may hold anything.
-        delta: the largest mean divergence of an admitted trajectory; inf switches the gate off.
+        delta: the largest mean divergence of an admitted trajectory; inf: no gate.
         negative_token_fraction: keep only this share of a failed trajectory's tokens, those of the highest entropy.
         entropies: [B, T], needed with negative_token_fraction < 1.
         failures: bool [B], which trajectories failed; needed with negative_token_fraction < 1.

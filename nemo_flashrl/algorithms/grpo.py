@@ -49,8 +49,8 @@ class GrpoSettings:
     sequence_constant: float = 1.0  # sequence_sum: what a trajectory's sum is divided by (Dr. GRPO: longest answer)
     normalisation: str = "z_score"  # of a group's rewards: z_score | quantile | none
     advantage_epsilon: float = 1e-6  # added to the standard deviation
-    failed_group_floor: float = 0.0  # minus this is the advantage in a group of which every reward is 0
-    skip_tied_groups: bool = False  # True: a group of equal rewards has weight 0, for KL and shaping too
+    failed_group_floor: float = 0.0  # a group whose rewards are all 0 gets minus this as advantage
+    skip_tied_groups: bool = False  # True: a zero-variance group has weight 0, for KL and shaping too
 
     def __post_init__(self) -> None:
         if not isinstance(self.group_size, int) or self.group_size < 2:

@@ -193,8 +193,8 @@ class RemoteEngine:
         if longest is not None and longest < self._context:
             raise ValueError(
                 f"{server.url} takes at most {longest} tokens (prompt plus answer), and an episode may come to "
-                f"{self._context} (model.context_length): start it with this run's configuration with `flashrl "
-                "serve-rollout`"
+                f"{self._context} (model.context_length): start it with `flashrl serve-rollout` and this run's "
+                "configuration"
             )
         if self._weights is not None:
             await self._sync(server, self._weights)

@@ -134,7 +134,7 @@ class VLLMDialect:
     ) -> None:
         """Pause between two tokens, load, reset the KV cache, continue.
 
-        A load that fails is followed by going on with the old weights, or by nothing where they are not `untouched`.
+        After a failed load the old weights are served again, where they are `untouched`; else the server stays paused.
         """
         await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
         try:

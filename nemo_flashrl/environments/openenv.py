@@ -27,10 +27,12 @@ class Settings:
     url: str = "http://localhost:8000"
     instruction: str = ""  # comes before the first observation
     observation_field: str | None = None  # of the observation, shown as it is; None: the whole observation as JSON
-    action_field: str | None = "message"  # of the action, filled with what the policy says; None: it says JSON itself
+    action_field: str | None = (
+        "message"  # of the action, filled with the policy's text; None: the text is the JSON action
+    )
     reset_options: dict[str, Any] = field(default_factory=dict)  # sent with every reset, beside the seed
     solved_at: float = 1.0  # sum of rewards from which an episode counts as solved
-    max_message_mib: int = 16  # a larger answer ends the episode
+    max_message_mib: int = 16  # a larger message ends the episode
     num_tasks: int = 10_000  # task i is the episode of seed `seed` + i
     seed: int = 0
 

@@ -25,7 +25,7 @@ class Settings:
     """Which generator; `(seed, i)` fixes question i."""
 
     dataset: str = "chain_sum"  # a name of reasoning_gym.factory.DATASETS
-    options: dict[str, Any] = field(default_factory=dict)  # of that generator, min_terms say
+    options: dict[str, Any] = field(default_factory=dict)  # options of that generator, such as min_terms
     num_tasks: int = 10_000
     seed: int = 0
     instruction: str = "Think step by step, then give the final answer alone in <answer> </answer> tags."

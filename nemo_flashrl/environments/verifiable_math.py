@@ -21,13 +21,13 @@ _SIGNS = ("+", "-", "*")
 
 @dataclass  # not frozen: OmegaConf would let nobody set a field of it where it is part of other settings
 class Settings:
-    """Which questions; `(seed, i)` fixes made-up question i."""
+    """Which questions; `(seed, i)` fixes generated question i."""
 
-    path: str | None = None  # JSONL file, an object a line; None: arithmetic is made up
+    path: str | None = None  # JSONL file, one object per line; None: generated arithmetic
     question_field: str = "question"
     answer_field: str = "answer"
     instruction: str = "Think step by step, then give the final answer in \\boxed{}."
-    num_tasks: int = 10_000  # made up
+    num_tasks: int = 10_000  # of generated arithmetic
     terms: int = 3
     largest: int = 99
     seed: int = 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.episode import PROMPT_TOO_LONG
 
-_KIND_LENGTH, _MOST_KINDS = 100, 20  # characters of an error, digits aside, that make its kind; kinds that are told
+_KIND_LENGTH, _MOST_KINDS = 100, 20  # characters of an error, digits aside, that make its kind; kinds that are reported
 _FREE, _LONGEST_BACKOFF = 8, 2.0  # failures in a row before a slot backs off, and the longest backoff in seconds
 
 
@@ -84,18 +84,18 @@ class LongPrompts:
     context_margin: float
     on_too_long: str  # "error" | "truncate" | "drop"
     tasks: str = "task"  # "held-out task"
-    told: bool = False
+    warned: bool = False
 
     def __call__(self, task_index: int, tokens: int) -> None:
         """
         Raises:
-            ValueError: with "error"; else the first one is told of on stderr.
+            ValueError: with "error"; else the first one is reported on stderr.
         """
         what = self.what(task_index, tokens)
         if self.on_too_long == "error":
             raise ValueError(f"{what}: raise the length, shorten the prompt, or set batching.on_too_long=drop")
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             rest = "it is dropped, as others will be; counted in dropped_prompt_too_long"
             print(f"rollouts: {what}; {rest}", file=sys.stderr, flush=True)
 

@@ -31,7 +31,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold `folder`, made where it is not there, until the block ends; the kernel frees it when the process dies.
 
     `flock` reaches over the hosts of a shared file system (NFS 4, and Lustre mounted with `flock`); where the file
-    system has no locks the run goes on with a warning.
+    system has no locks the run continues with a warning.
 
     Raises:
         ValueError: another process holds it, or nothing can be written there.
