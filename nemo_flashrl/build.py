@@ -141,7 +141,7 @@ def build_callbacks(config: RunConfig, parts: Parts, data: Any, driver: RolloutD
     WeightRefitCallback     after the step: the sampler's weights
     EvaluationCallback      after the step: the sampler's weights, and back
     RLMetricsCallback       after the step: the run's files; reads what the others `RankStep.report`
-    RunCheckpoint           after the step, last: the checkpoint, and whether the run goes on
+    RunCheckpoint           after the step, last: the checkpoint, and whether the run continues
 
     Each may `RankStep.report` metrics; none writes to a step in another way.
     """

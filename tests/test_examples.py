@@ -102,8 +102,8 @@ def test_train_with_nemo_trains_alone_and_on_two_ranks_alike(tmp_path: Path) -> 
     ]
     for run in runs:
         assert [record["step"] for record in run] == [1, 2]
-        assert all(record["gradient_norm"] > 0 for record in run)
-    for name in ("loss", "gradient_norm", "reward_mean"):
+        assert all(record["grad_norm"] > 0 for record in run)
+    for name in ("loss", "grad_norm", "reward_mean"):
         assert runs[0][0][name] == pytest.approx(runs[1][0][name], rel=1e-5), name
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "checkpoint").state_dict()
     before = load_file(start / "model.safetensors")
