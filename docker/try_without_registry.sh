@@ -16,7 +16,7 @@ FOLDER=$(realpath -m "${1:?usage: try_without_registry.sh FOLDER [trainer|tests|
 shift
 [ $# -gt 0 ] || set -- trainer tests
 VENV=$(realpath "${VENV:-.venv}") ROLLOUT_VENV=$(realpath -m "${ROLLOUT_VENV:-.venv-rollout}")
-TESTS=${TESTS:-tests/test_advantages.py tests/test_recipes.py tests/test_imports.py}
+TESTS=${TESTS:-tests/algorithms/test_advantages.py tests/package/test_recipes.py tests/package/test_imports.py}
 MIRROR=${MIRROR:-http://deb.debian.org/debian}
 DEBIAN=ca-certificates,make,git,procps,libssl3,libffi8,libsqlite3-0,libbz2-1.0,liblzma5,libreadline8,libncursesw6,libuuid1,libgomp1,libnuma1
 mkdir -p "$FOLDER"

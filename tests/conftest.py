@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, and the helper modules of this folder and of benchmarks/ on the path."""
+"""Shared by all tests: one thread, and the modules of helpers/ and of benchmarks/ on the path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "helpers"))
 # The fork server looks for modules there.
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")])
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(HERE.parent / "helpers"))
 
 SHORT = ["trainer.steps=12", "rollout.batch_size=16"]  # unless the scenario says otherwise
 FULL = ["rollout.batch_size=64"]
