@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from nemo_flashrl.weight_sync.checkpoint_folder import (
@@ -184,3 +185,22 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors)
         finalize_layerwise_reload(self.model, self.model_config)
+        _process_shared(self.model)
+
+
+def _process_shared(model: torch.nn.Module) -> None:
+    """Let layers that share a weight do again what they do after loading.
+
+    vLLM's reload does it for layers that tensors were loaded into. A tied head gets none: its weight is the embedding's
+    and has the new values, but what was computed from the old ones stays, as the packed matrix that the CPU build
+    multiplies by.
+    """
+    sharing: dict[int, set[torch.nn.Module]] = {}
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            if parameter.numel():  # a layer that has packed its weight may leave an empty one
+                sharing.setdefault(parameter.untyped_storage().data_ptr(), set()).add(layer)
+    for layers in sharing.values():
+        for layer in layers if len(layers) > 1 else ():
+            if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
+                method.process_weights_after_loading(layer)
