@@ -26,13 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from nemo_flashrl.weight_sync.checkpoint_folder import (
-    DTYPES,
-    check_finite,
-    check_shapes,
-    read_table,
-    read_tensors,
-)
+from nemo_flashrl.weight_sync.hf_reader import DTYPES, HfTensors, check_finite, check_shapes
 from nemo_flashrl.weight_sync.process_group import CONNECT, WeightGroup
 
 
@@ -132,10 +126,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
             group.abort()
 
     def _load_folder(self, folder: Path) -> None:
-        table, where = read_table(folder), f"weights in {folder}"
-        self._check({name: entry.shape for name, entry in table.items()}, where)
-        check_finite(table, where)
-        self._reload(read_tensors(table))
+        tensors, where = HfTensors(folder), f"weights in {folder}"
+        self._check(tensors.shapes(), where)
+        check_finite(tensors, where)
+        self._reload(tensors.items())
 
     def _load_broadcast(self, update: Broadcast) -> None:
         if self._group is None:
@@ -165,7 +159,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
         A layerwise reload that ends early leaves layers without values, and a server without numbers.
         """
         self._broken = None
-        first = read_table(Path(self.model_config.model))
+        first = HfTensors(self.model_config.model)
         for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True):
             if self._broken is None:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
@@ -174,7 +168,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
                 except RuntimeError as error:
                     self._broken = error
             if self._broken is not None:
-                ((_, tensor),) = read_tensors({name: first[name]})
+                tensor = first[name]
             yield name, tensor
 
     def _check(self, shapes: dict[str, tuple[int, ...]], where: str) -> None:
