@@ -5,19 +5,16 @@ Written for and tested with vLLM 0.32, the first with these routes; `flashrl ser
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
 from nemo_flashrl.engines.http import RemoteEngine, Weights, token_versions
 from nemo_flashrl.engines.logprob_check import check_sampling
 from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool
 from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.weight_sync.hf_writer import write_peft
 from nemo_flashrl.weight_sync.probe import NamedTensors
 
 SUPPORTED = "vLLM 0.32"
@@ -178,7 +175,8 @@ class AdapterEngine(RemoteEngine):
         super().__init__(AdapterDialect(vocab_size), servers, vocab_size, **options)
 
     async def _write(self, stream: NamedTensors, folder: Path) -> None:
-        write_peft_folder(dict(stream), folder)
+        folder.mkdir(parents=True)
+        write_peft(dict(stream), folder)
 
     async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
         try:
@@ -217,27 +215,3 @@ class AdapterDialect(VLLMDialect):
         except Fault as fault:
             if fault.reason != "malformed":  # it answers in words
                 raise
-
-
-def write_peft_folder(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write factors under PEFT's names, already scaled, as a new folder that vLLM loads.
-
-    Raises:
-        ValueError: one of them is not finite.
-    """
-    for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"weights: {name} is not finite")
-    rank = next(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank,
-        "bias": "none",
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-    }
-    folder.mkdir(parents=True)
-    save_file(
-        {n: t.detach().cpu().clone().contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors"
-    )
-    (folder / "adapter_config.json").write_text(json.dumps(config))

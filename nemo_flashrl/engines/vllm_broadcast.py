@@ -23,7 +23,7 @@ from nemo_flashrl import platform
 from nemo_flashrl.engines.http import SYNC_ATTEMPTS, RemoteEngine, Weights
 from nemo_flashrl.engines.server_pool import Fault, Server, say
 from nemo_flashrl.engines.vllm import VLLMDialect
-from nemo_flashrl.weight_sync.checkpoint_folder import check_finite, read_table, read_tensors
+from nemo_flashrl.weight_sync.hf_reader import HfTensors, check_finite
 from nemo_flashrl.weight_sync.process_group import CONNECT, GO, STOP, TRAINER, WeightGroup
 
 POLL_SECONDS = 0.02
@@ -76,7 +76,7 @@ class BroadcastEngine(RemoteEngine):
         servers = self._pool.servers
         failures: dict[Server, BaseException] = {}
         try:
-            check_finite(read_table(weights.folder), f"weights of version {weights.version}")
+            check_finite(HfTensors(weights.folder), f"weights of version {weights.version}")
         except ValueError as error:
             return [error] * len(servers)
         down = [server for server in servers if not server.up]
@@ -121,20 +121,20 @@ class BroadcastEngine(RemoteEngine):
         """
         if set(self._members) != set(servers):
             await self._join(servers)
-        group, table, begun = self._group, read_table(weights.folder), threading.Event()
+        group, tensors, begun = self._group, HfTensors(weights.folder), threading.Event()
         step = f"weights {weights.version} ({next(self._numbers)})"
         info = {
             "step": step,
-            "names": list(table),
-            "shapes": [entry.shape for entry in table.values()],
-            "dtypes": [entry.dtype for entry in table.values()],
+            "names": list(tensors.table),
+            "shapes": [entry.shape for entry in tensors.table.values()],
+            "dtypes": [entry.dtype for entry in tensors.table.values()],
         }
 
         def untouched() -> bool:
             return not begun.is_set()
 
         def send() -> None:
-            for _, tensor in read_tensors(table):
+            for _, tensor in tensors.items():
                 group.broadcast(tensor.to(self._device), step)
 
         calls = [self._dialect.update(self._pool, server, info, weights.version, untouched) for server in servers]

@@ -23,15 +23,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from nemo_flashrl.weight_sync.checkpoint_folder import (
-    DTYPES,
-    check_finite,
-    check_shapes,
-    read_table,
-    read_tensors,
-)
+from nemo_flashrl.weight_sync.hf_reader import DTYPES, HfTensors, check_finite, check_shapes
 from nemo_flashrl.weight_sync.process_group import CONNECT, WeightGroup
 
 
@@ -131,10 +126,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
             group.abort()
 
     def _load_folder(self, folder: Path) -> None:
-        table, where = read_table(folder), f"weights in {folder}"
-        self._check({name: entry.shape for name, entry in table.items()}, where)
-        check_finite(table, where)
-        self._reload(read_tensors(table))
+        tensors, where = HfTensors(folder), f"weights in {folder}"
+        self._check(tensors.shapes(), where)
+        check_finite(tensors, where)
+        self._reload(tensors.items())
 
     def _load_broadcast(self, update: Broadcast) -> None:
         if self._group is None:
@@ -164,7 +159,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
         A layerwise reload that ends early leaves layers without values, and a server without numbers.
         """
         self._broken = None
-        first = read_table(Path(self.model_config.model))
+        first = HfTensors(self.model_config.model)
         for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True):
             if self._broken is None:
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
@@ -173,7 +168,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
                 except RuntimeError as error:
                     self._broken = error
             if self._broken is not None:
-                ((_, tensor),) = read_tensors({name: first[name]})
+                tensor = first[name]
             yield name, tensor
 
     def _check(self, shapes: dict[str, tuple[int, ...]], where: str) -> None:
@@ -184,3 +179,22 @@ class WeightTransfer(WeightTransferEngine[InitInfo, WeightTransferUpdateInfo]):
         initialize_layerwise_reload(self.model)
         self.model.load_weights(tensors)
         finalize_layerwise_reload(self.model, self.model_config)
+        _process_shared(self.model)
+
+
+def _process_shared(model: torch.nn.Module) -> None:
+    """Let layers that share a weight do again what they do after loading.
+
+    vLLM's reload does it for layers that tensors were loaded into. A tied head gets none: its weight is the embedding's
+    and has the new values, but what was computed from the old ones stays, as the packed matrix that the CPU build
+    multiplies by.
+    """
+    sharing: dict[int, set[torch.nn.Module]] = {}
+    for layer in model.modules():
+        for parameter in layer.parameters(recurse=False):
+            if parameter.numel():  # a layer that has packed its weight may leave an empty one
+                sharing.setdefault(parameter.untyped_storage().data_ptr(), set()).add(layer)
+    for layers in sharing.values():
+        for layer in layers if len(layers) > 1 else ():
+            if isinstance(method := getattr(layer, "quant_method", None), QuantizeMethodBase):
+                method.process_weights_after_loading(layer)

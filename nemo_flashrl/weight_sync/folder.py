@@ -10,14 +10,14 @@ import asyncio
 import fcntl
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
-from nemo_flashrl.weight_sync.checkpoint_folder import DTYPES, INDEX
+from nemo_flashrl.weight_sync.hf_reader import DTYPES, INDEX
 from nemo_flashrl.weight_sync.probe import NamedTensors
 
 _HOME, _LOCK = "flashrl-weights-", "lock"
@@ -34,7 +34,8 @@ class WeightsHome:
     def __init__(self, parent: Path) -> None:
         for other in parent.glob(f"{_HOME}*"):
             _remove_if_abandoned(other)
-        staging = Path(tempfile.mkdtemp(prefix=f".{_HOME}", dir=parent))
+        staging = parent / f".{_HOME}{secrets.token_hex(8)}"
+        staging.mkdir()  # with the umask's mode: a server may be another user's
         self._lock = os.open(staging / _LOCK, os.O_CREAT | os.O_RDWR)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.folder = staging.rename(parent / staging.name[1:])  # nobody sees it before it is locked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 from nemo.collections.llm.peft.lora import LoRALinear
-from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_flashrl.weight_sync.hf_writer import new_folder
+from nemo_flashrl.weight_sync.hf_writer import new_folder, write_peft
 from nemo_flashrl.weights.lora import adapters, tensor_shards
 from nemo_flashrl.weights.mapping import Rule, RuleSizes, find_rule
 from nemo_flashrl.weights.shards import Named, from_stage, to_first_rank
@@ -59,21 +57,9 @@ def write_adapter(model: MegatronGPTModel, base: str, target: str | Path) -> Non
     """Write the adapters of a model that this process holds whole as a PEFT folder for the model `base`.
 
     Raises:
-        ValueError: the target exists, or cannot be written.
+        ValueError: the target exists or cannot be written, or a factor holds NaN or inf.
     """
-    tensors = {name: factor.clone().contiguous() for name, factor in stream_adapter(model)}
-    adapter = next(iter(adapters(model).values())).adapter
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": adapter.dim,
-        "lora_alpha": adapter.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
-        "inference_mode": True,
-    }
+    factors = {name: factor.clone() for name, factor in stream_adapter(model)}
+    alpha = next(iter(adapters(model).values())).adapter.alpha
     with new_folder(target) as folder:
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_peft(factors, folder, alpha=alpha, base=base)

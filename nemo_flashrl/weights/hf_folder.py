@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -10,17 +11,16 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_flashrl import platform
-from nemo_flashrl.weight_sync.hf_reader import INDEX, HfTensors
-from nemo_flashrl.weight_sync.hf_writer import new_folder
+from nemo_flashrl.weight_sync.hf_reader import HfTensors
+from nemo_flashrl.weight_sync.hf_writer import new_folder, write_tensors
 from nemo_flashrl.weights.mapping import Place, RuleSizes, find_rule
 from nemo_flashrl.weights.shards import Model, chunks_of, local_parameters
 
-MAX_SHARD_BYTES = 5 * 2**30  # transformers' own default
+logger = logging.getLogger(__name__)
+
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
@@ -33,6 +33,8 @@ def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
             model takes.
     """
     source = HfTensors(folder)
+    if torch.distributed.get_rank() == 0 and (conflict := source.conflict()):
+        logger.warning(conflict)
     layout = RuleSizes.of(chunks_of(model)[0].config, vocab_size)
     used: set[str] = set()
     for name, layer, parameter in local_parameters(model):
@@ -89,7 +91,7 @@ def write_hf_folder(
         ValueError: the target exists or cannot be written, or a tensor holds NaN or inf.
     """
     with new_folder(target) as staging:
-        dtypes = _write_tensors(stream, staging)
+        dtypes = write_tensors(stream, staging)
         copy_beside_weights(source, staging)
         _correct_dtype(staging / "config.json", dtypes)
         if card is not None:
@@ -129,44 +131,3 @@ def _correct_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
     name = str(next(iter(dtypes))).removeprefix("torch.")
     if len(dtypes) == 1 and config.get(key, "float32") != name:
         path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
-
-
-def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> set[torch.dtype]:
-    """Returns the dtypes that were written."""
-    dtypes: set[torch.dtype] = set()
-    broken: list[str] = []
-    weight_map: dict[str, int] = {}
-    part: dict[str, Tensor] = {}
-    part_bytes = total_bytes = part_number = 0
-    for name, tensor in stream:
-        if not tensor.isfinite().all():
-            broken.append(name)  # told at the stream's end, which the other ranks wait for
-        size = tensor.numel() * tensor.element_size()
-        if part and part_bytes + size > MAX_SHARD_BYTES:
-            _save(part, folder / f"part-{part_number}")
-            part, part_bytes, part_number = {}, 0, part_number + 1
-        part[name] = tensor.to("cpu", copy=True).contiguous()
-        dtypes.add(tensor.dtype)
-        weight_map[name] = part_number
-        part_bytes += size
-        total_bytes += size
-    if broken:
-        more = f" (and {len(broken) - 1} more)" if broken[1:] else ""
-        raise ValueError(f"NaN or inf in {broken[0]}{more}: broken weights are not exported")
-    _save(part, folder / f"part-{part_number}")
-    if part_number == 0:
-        (folder / "part-0").rename(folder / "model.safetensors")
-        return dtypes
-    names = [f"model-{n + 1:05d}-of-{part_number + 1:05d}.safetensors" for n in range(part_number + 1)]
-    for number, file_name in enumerate(names):
-        (folder / f"part-{number}").rename(folder / file_name)
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": {k: names[n] for k, n in weight_map.items()}}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return dtypes
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # the file system's own error, as text
-        raise OSError(str(error)) from error

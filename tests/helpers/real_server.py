@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
 from paths import ROOT
 from server_processes import free_port
 from tiny import write_model
+from transformers import AutoModelForCausalLM
 
+from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 
 VOCAB = 515
 CONTEXT = 1024
+EXACT = 1e-4  # nats, fp32 on both sides
 # vLLM's attention on a CPU needs heads of at least 32.
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT}
 CONFIG = """
@@ -73,3 +80,34 @@ class RealServer:
         """SIGTERM, and its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def check_three_syncs(kind: Callable[..., Any], server: RealServer) -> None:
+    """New values for every tensor, three times: after each the server's log-probs are transformers' of these values.
+
+    `kind` is the engine that brings them. The head of the sync before, on the new trunk, is told apart.
+    """
+    model = AutoModelForCausalLM.from_pretrained(server.model).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+
+    async def story() -> None:
+        engine = kind([server.url], VOCAB, timeout=240.0)
+        for version in (1, 2, 3):
+            old_head = model.lm_head.weight.clone()
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            await engine.load_weights(model.named_parameters(), version)  # a tied head is not among them
+            answer = await engine.generate([3, 1, 4], Sampling(max_tokens=64, seed=version))
+            assert answer.versions == (version,) * 64
+            hidden = model.model(torch.tensor([[3, 1, 4, *answer.token_ids]])).last_hidden_state[0, 2:-1]
+            assert _distance(hidden @ model.lm_head.weight.T, answer) <= EXACT
+            assert _distance(hidden @ old_head.T, answer) > 0.1
+        await engine.close()
+
+    asyncio.run(story())
+
+
+def _distance(logits: torch.Tensor, answer: Generation) -> float:
+    """Largest difference to the sampler's log-probs, in nats; `logits` [T, V] for the T sampled tokens."""
+    scores = torch.log_softmax(logits, -1).gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    return float((scores - torch.tensor(answer.logprobs)).abs().max())

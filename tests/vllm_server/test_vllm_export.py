@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import pickle
 import urllib.request
@@ -13,23 +14,23 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from real_server import CONTEXT, VOCAB, RealServer, rollout_python
+from real_server import CONTEXT, EXACT, VOCAB, RealServer, check_three_syncs, rollout_python
 from tiny import random_trajectories, write_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from workers.journeys import Journey
 
-from nemo_flashrl.engines import AdapterEngine
-from nemo_flashrl.records import Sampling
+from nemo_flashrl.engines import AdapterEngine, BroadcastEngine, VLLMEngine
+from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 from nemo_flashrl.run.jsonl import read_metrics
 
-EXACT = 1e-4  # nats, fp32 on both sides
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT // 4}
 RANK, ALPHA = 4, 10.0
+ADAPTERS = ("rollout.weight_transfer=adapter", f"lora.rank={RANK}")
 WIDE = {"num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM on a CPU serves no head size below 32
 FAMILIES = {
     "llama": WIDE,
-    "qwen2": WIDE,
+    "qwen2": {"tied": True, **WIDE},
     "qwen3": {"tied": True, "rope_scaling": YARN},  # heads x head size is twice the hidden size
     "qwen3_moe": {},
     "mixtral": WIDE,
@@ -64,7 +65,13 @@ def exported(ends: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def server(exported: Path) -> Iterator[RealServer]:
-    server = RealServer(exported, "rollout.weight_transfer=adapter", f"lora.rank={RANK}")
+    with served(exported, *ADAPTERS) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def served(folder: Path, *overrides: str) -> Iterator[RealServer]:
+    server = RealServer(folder, *overrides)
     try:
         server.wait()
         yield server
@@ -82,14 +89,28 @@ def test_the_folder_answers_as_the_live_shards_do(server: RealServer, exported: 
     compare(server, exported)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_a_folder_of_any_family_answers(ends: dict[str, Path], family: str) -> None:
-    server = RealServer(ends[family])
-    try:
-        server.wait()
+    with served(ends[family]) as server:
         compare(server, ends[family])
-    finally:
-        server.end()
+
+
+def test_a_tied_head_follows_every_sync(ends: dict[str, Path]) -> None:
+    """By folder and by broadcast; vLLM's CPU build multiplies by a copy of the head, made when weights are loaded."""
+    with served(ends["qwen2"]) as server:
+        compare(server, ends["qwen2"])
+        check_three_syncs(VLLMEngine, server)
+        check_three_syncs(BroadcastEngine, server)
+
+
+def test_adapters_of_an_untied_model(ends: dict[str, Path]) -> None:
+    with served(ends["llama"], *ADAPTERS) as server:
+        compare(server, ends["llama"])
+        check_three_adapters(server)
+
+
+def test_adapters_of_a_tied_model(server: RealServer) -> None:
+    check_three_adapters(server)
 
 
 def compare(server: RealServer, exported: Path) -> None:
@@ -102,29 +123,58 @@ def compare(server: RealServer, exported: Path) -> None:
     assert float((logprobs - torch.tensor(expected).roll(1)).abs().max()) > 0.1  # aligned to the wrong token
 
 
-def test_a_server_that_lost_its_adapter_gets_it_again(server: RealServer, exported: Path) -> None:
-    """An adapter of `v_proj` in the first layer; vLLM computes what transformers does with the merged matrix."""
-    module = "model.layers.0.self_attn.v_proj"
-    model = AutoModelForCausalLM.from_pretrained(exported).eval().requires_grad_(False)
-    weight = model.get_parameter(f"{module}.weight")
-    generator = torch.Generator().manual_seed(1)
+MODULE = "model.layers.0.self_attn.v_proj"
+
+
+def make_adapter(weight: torch.Tensor, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """An adapter of `MODULE` under PEFT's names, and what it adds to the matrix `weight`."""
+    generator = torch.Generator().manual_seed(seed)
     down = torch.randn(RANK, weight.shape[1], generator=generator)
     up = torch.randn(weight.shape[0], RANK, generator=generator)
-    tensors = {f"base_model.model.{module}.lora_A.weight": down, f"base_model.model.{module}.lora_B.weight": up}
+    return {f"base_model.model.{MODULE}.lora_{side}.weight": t for side, t in (("A", down), ("B", up))}, up @ down
 
-    def distance(token_ids: tuple[int, ...], said: tuple[float, ...]) -> float:
-        scores = torch.log_softmax(model(torch.tensor([[7, *token_ids]])).logits[0, :-1], -1)
-        return float((scores.gather(-1, torch.tensor(token_ids)[:, None])[:, 0] - torch.tensor(said)).abs().max())
+
+def distance(model: PreTrainedModel, answer: Generation) -> float:
+    """Largest difference of log-probs to those of an answer to the prompt 7."""
+    scores = torch.log_softmax(model(torch.tensor([[7, *answer.token_ids]])).logits[0, :-1], -1)
+    said = torch.tensor(answer.logprobs)
+    return float((scores.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0] - said).abs().max())
+
+
+def check_three_adapters(server: RealServer) -> None:
+    """One after another: vLLM computes what transformers does with the merged matrix, and not with the one before."""
+    model = AutoModelForCausalLM.from_pretrained(server.model).eval().requires_grad_(False)
+    weight = model.get_parameter(f"{MODULE}.weight")
+    base = weight.clone()
 
     async def story() -> None:
         engine = AdapterEngine([server.url], VOCAB, timeout=240.0)
+        for version in (1, 2, 3):
+            tensors, product = make_adapter(weight, seed=version)
+            await engine.load_weights(tensors.items(), version)
+            answer = await engine.generate([7], Sampling(max_tokens=64, seed=version))
+            assert answer.versions == (version,) * 64 and distance(model, answer) > 0.1
+            weight.copy_(base + product)
+            assert distance(model, answer) <= EXACT
+        await engine.close()
+
+    asyncio.run(story())
+
+
+def test_a_server_that_lost_its_adapter_gets_it_again(server: RealServer) -> None:
+    model = AutoModelForCausalLM.from_pretrained(server.model).eval().requires_grad_(False)
+    weight = model.get_parameter(f"{MODULE}.weight")
+    tensors, product = make_adapter(weight, seed=1)
+
+    async def story() -> None:
+        engine = AdapterEngine([server.url], VOCAB, timeout=240.0)
+        last = next(reversed(tensors))
         with pytest.raises(ValueError, match="lora_B.weight is not finite"):
-            await engine.load_weights({**tensors, next(reversed(tensors)): up / 0}.items(), 1)
+            await engine.load_weights({**tensors, last: tensors[last] / 0}.items(), 1)
         await engine.load_weights(tensors.items(), 1)
         first = await engine.generate([7], Sampling(max_tokens=64, seed=1))
-        assert distance(first.token_ids, first.logprobs) > 0.1  # without the adapter
-        weight.add_(up @ down)
-        assert distance(first.token_ids, first.logprobs) <= EXACT and first.versions == (1,) * 64
+        weight.add_(product)
+        assert distance(model, first) <= EXACT and first.versions == (1,) * 64
         post(server, "/v1/unload_lora_adapter", {"lora_name": "policy"})
         again = await engine.generate([7], Sampling(max_tokens=64, seed=1))
         assert (again.token_ids, again.versions) == (first.token_ids, first.versions)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from paths import HELPERS
 from processes import run_ranks
-from real_server import CONTEXT, VOCAB, RealServer
+from real_server import CONTEXT, EXACT, VOCAB, RealServer, check_three_syncs
 from server_processes import StandIn, ended_after
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -25,7 +25,6 @@ from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.run.jsonl import read_metrics
 from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights, probe_token_ids
 
-EXACT = 1e-4  # nats, fp32 on both sides
 LONG = 240.0
 
 
@@ -181,6 +180,12 @@ def test_cached_prefix_is_dropped_with_the_old_weights(vllm_server: RealServer, 
                 assert answer.versions == (version,) * 8 and distance(prompt, answer, policies) <= EXACT
 
     run(vllm_server, story)
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine, BroadcastEngine])
+def test_every_sync_is_exact(vllm_server: RealServer, kind: Callable[..., Any]) -> None:
+    """Of a model with a head of its own; test_vllm_export.py has a tied one."""
+    check_three_syncs(kind, vllm_server)
 
 
 def test_refused_weights_leave_the_old_ones(vllm_server: RealServer, policies: dict) -> None:

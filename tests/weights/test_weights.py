@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, write_model
 from workers.weights import Sizes
 
+from nemo_flashrl.weight_sync.folder import WeightsHome, write_folder
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
+from nemo_flashrl.weight_sync.hf_writer import new_folder, write_peft
 from nemo_flashrl.weights.hf_folder import write_hf_folder
 from nemo_flashrl.weights.mapping import Place, RuleSizes, find_rule
 
@@ -164,7 +168,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("nemo_flashrl.weights.hf_folder.MAX_SHARD_BYTES", 40_000)
+    monkeypatch.setattr("nemo_flashrl.weight_sync.hf_writer.MAX_SHARD_BYTES", 40_000)
     source = write_model(tmp_path / "source", vocab_size=33)
     tensors = load_file(source / "model.safetensors")
     write_hf_folder(tensors.items(), source, tmp_path / "parts")
@@ -175,3 +179,53 @@ def test_large_models_are_written_in_parts(tmp_path: Path, monkeypatch) -> None:
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts").state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+def test_the_index_says_which_copy_is_read(tmp_path: Path) -> None:
+    """`a` is in both shards, 1 in the first and 2 in the second; transformers reads a model.safetensors before both."""
+    first, second = (f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+
+    def write(file: str, **values: float) -> None:
+        save_file({name: torch.tensor([value]) for name, value in values.items()}, tmp_path / file)
+
+    def read(file: str, **more: str) -> HfTensors:
+        weight_map = {"a": file, "b": first, "c": second, **more}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return HfTensors(tmp_path)
+
+    write(first, a=1, b=3)
+    write(second, a=2, c=4)
+    assert {name: t.tolist() for name, t in read(second).items()} == {"a": [2], "b": [3], "c": [4]}
+    assert f"'a' of {first} differs from that of {second}, which" in read(second).conflict()
+    assert read(first)["a"].tolist() == [1]
+    assert f"'a' of {second} differs from that of {first}, which" in read(first).conflict()
+    with pytest.raises(ValueError, match=f"{second} lacks 'd', which"):
+        read(first, d=second)
+    write(second, a=1, c=4)
+    write("model.safetensors", a=1, b=2)
+    assert read(first)["b"].tolist() == [3]
+    assert f"'b' of model.safetensors differs from that of {first}, which" in read(first).conflict()
+    write("model.safetensors", a=1, b=3)
+    assert read(first).conflict() == ""  # copies that are equal harm nobody
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_says_who_may_read(tmp_path: Path, mask: int, mode: int) -> None:
+    """A rollout server may be another user's."""
+    before = os.umask(mask)
+    try:
+        source = write_model(tmp_path / "source", vocab_size=33)
+        write_hf_folder(load_file(source / "model.safetensors").items(), source, tmp_path / "export")
+        factors = {"m.v_proj.lora_A.weight": torch.ones(2, 4), "m.v_proj.lora_B.weight": torch.ones(4, 2)}
+        with new_folder(tmp_path / "adapter") as folder:
+            write_peft(factors, folder)
+        home = WeightsHome(tmp_path)
+        asyncio.run(write_folder(factors.items(), home.folder / "sync-1"))
+        written = [tmp_path / "export", tmp_path / "adapter", home.folder, home.folder / "sync-1"]
+    finally:
+        os.umask(before)
+    files = [file for folder in written for file in folder.glob("*.safetensors")]
+    assert len(files) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {mode}
+    assert {folder.stat().st_mode & 0o777 for folder in written} == {0o777 & ~mask}
+    home.remove()
