@@ -59,7 +59,7 @@ class RLMetricsCallback(pl.Callback):
         self.log_trajectories = log_trajectories
         self.constants: dict[str, float] = {}  # what holds for the whole run
         self._sums: dict[str, float] | None = None
-        self._step_started = 0.0
+        self._step_started = self._learning_rate = 0.0
         self._progress: Progress | None = None
         self._action_share = ActionShareWarning()
 
@@ -82,8 +82,9 @@ class RLMetricsCallback(pl.Callback):
         self._wait_for("optimizer step and weight sync")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """The clock of the whole step, rollout included."""
+        """The clock of the whole step, rollout included; and the rate, which the schedule moves on before its end."""
         self._step_started = time.perf_counter()
+        self._learning_rate = trainer.optimizers[0].param_groups[0]["lr"]
         self._wait_for("rollouts")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -100,7 +101,7 @@ class RLMetricsCallback(pl.Callback):
             **group_metrics(step.batch.trajectories, step.advantages),
             **policy_metrics(sums),
             "grad_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
-            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "learning_rate": self._learning_rate,
             **self.refit.driver.faults(),
             **self._times(step),
             **memory,
