@@ -159,23 +159,19 @@ class FlashReinforce:
             used = retained & (batch.advantages_at(mask) * batch.token_weights[row] != 0)
             check_ratios("the ratio to the behavior policy", difference, used, row)
         ratio = difference[admitted_tokens].exp()
-        clip = self.settings.ratio_clip
-        clips = self.settings.importance_sampling and not math.isinf(clip)
-        clipped = {} if not clips else {"clipped_tokens": scalar((retained & _outside(difference, clip)).sum())}
-        stats = (
-            mismatch_stats(difference)
-            | clipped
-            | {
-                "rows": counted_once(batch, (action_counts > 0).sum()),
-                "admitted": counted_once(batch, admitted.sum()),
-                "guarded": counted_once(batch, guarded.sum()),
-                "sequence_kl": counted_once(batch, sequence_kl.sum()),
-                "admitted_tokens": scalar(admitted_tokens.sum()),
-                "retained_tokens": scalar(retained.sum()),
-                "ratio": scalar(ratio.sum()),
-                "ratio_max": largest(ratio),
-            }
-        )
+        stats = mismatch_stats(difference) | {
+            "rows": counted_once(batch, (action_counts > 0).sum()),
+            "admitted": counted_once(batch, admitted.sum()),
+            "guarded": counted_once(batch, guarded.sum()),
+            "sequence_kl": counted_once(batch, sequence_kl.sum()),
+            "admitted_tokens": scalar(admitted_tokens.sum()),
+            "retained_tokens": scalar(retained.sum()),
+            "ratio": scalar(ratio.sum()),
+            "ratio_max": largest(ratio),
+        }
+        if self.settings.importance_sampling and not math.isinf(self.settings.ratio_clip):
+            outside = (difference.exp() - 1).abs() > self.settings.ratio_clip
+            stats["clipped_tokens"] = scalar((retained & outside).sum())
         keep = torch.zeros_like(mask).masked_scatter(mask, retained)
         return Gate(keep, stats, {"sequence_kl": sequence_kl, "admitted": admitted, "guarded": guarded})
 
@@ -204,11 +200,6 @@ class FlashReinforce:
         fraction = Fraction(self.settings.negative_token_fraction).limit_denominator(10**9)
         limits = -((-fraction.numerator * action_counts) // fraction.denominator)
         return ~batch.failures[row] | (places_in_trajectory(batch, batch.entropies) < limits[row])
-
-
-def _outside(difference: Tensor, clip: float) -> Tensor:
-    """bool: where the ratio exp(difference) is not within `clip` of 1."""
-    return (difference.exp() - 1).abs() > clip
 
 
 def _bernoulli_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:
