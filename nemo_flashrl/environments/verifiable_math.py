@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,9 @@ _SIGNS = ("+", "-", "*")
 class Settings:
     """Which questions; `(seed, i)` fixes made-up question i."""
 
-    path: str | None = None  # JSONL file, an object a line; None: arithmetic is made up
+    path: str | None = field(
+        default=None, metadata={"path": True}
+    )  # JSONL file, an object a line; None: arithmetic is made up
     question_field: str = "question"
     answer_field: str = "answer"
     instruction: str = "Think step by step, then give the final answer in \\boxed{}."
