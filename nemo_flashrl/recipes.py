@@ -44,8 +44,8 @@ def submit(
     overrides: Optional[list[str]] = None,  # noqa: UP045
 ) -> None:
     """Train by a configuration as a Slurm job, from a login node; nodes and GPUs are those of its `cluster`."""
-    if Path(config).is_file():
-        config = str(Path(config).resolve())  # the job starts in a folder of NeMo-Run's
+    if Path(config).expanduser().is_file():
+        config = str(Path(config).expanduser().resolve())  # the job starts in a folder of NeMo-Run's
     recipe = training(config, overrides)
     executor = slurm_executor(
         config,

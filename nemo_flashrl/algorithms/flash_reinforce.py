@@ -169,6 +169,9 @@ class FlashReinforce:
             "ratio": scalar(ratio.sum()),
             "ratio_max": largest(ratio),
         }
+        if self.settings.importance_sampling and not math.isinf(self.settings.ratio_clip):
+            outside = (difference.exp() - 1).abs() > self.settings.ratio_clip
+            stats["clipped_tokens"] = scalar((retained & outside).sum())
         keep = torch.zeros_like(mask).masked_scatter(mask, retained)
         return Gate(keep, stats, {"sequence_kl": sequence_kl, "admitted": admitted, "guarded": guarded})
 

@@ -65,11 +65,12 @@ class ValueHead:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
+        """Restore a saved state; the learning rate stays this run's."""
         if state["size"]:
             self._make(state["size"])
             self._linear.load_state_dict(state["linear"])
             self._adam.load_state_dict(state["adam"])
+            self._adam.param_groups[0]["lr"] = self.learning_rate
             self._sum, self._count = state["sum"].clone(), state["count"]
 
     def _make(self, size: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from nemo_flashrl.run.jsonl import append_json_line, append_json_lines, read_met
 from nemo_flashrl.weights.shards import unwrap
 
 LOWEST_ACTION_SHARE = 0.05
+LEFT_OUT = {  # the metric that counts them -> why, and the remedy
+    "dropped_no_code": "no action has fenced code, set selection.tokens=actions",
+    "dropped_malformed": "every one has a malformed action, set selection.malformed=keep",
+    "dropped_shaping": "every one is below selection.shaping_at_least, lower it",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +65,9 @@ class RLMetricsCallback(pl.Callback):
         self.log_trajectories = log_trajectories
         self.constants: dict[str, float] = {}  # what holds for the whole run
         self._sums: dict[str, float] | None = None
-        self._step_started = 0.0
+        self._step_started = self._learning_rate = 0.0
         self._progress: Progress | None = None
-        self._action_share = ActionShareWarning()
+        self._action_share, self._left_out = ActionShareWarning(), LeftOutWarning()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The writing rank alone has a terminal."""
@@ -82,8 +88,9 @@ class RLMetricsCallback(pl.Callback):
         self._wait_for("optimizer step and weight sync")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """The clock of the whole step, rollout included."""
+        """The clock of the whole step, rollout included; and the rate, which the schedule moves on before its end."""
         self._step_started = time.perf_counter()
+        self._learning_rate = trainer.optimizers[0].param_groups[0]["lr"]
         self._wait_for("rollouts")
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -100,7 +107,7 @@ class RLMetricsCallback(pl.Callback):
             **group_metrics(step.batch.trajectories, step.advantages),
             **policy_metrics(sums),
             "grad_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
-            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            "learning_rate": self._learning_rate,
             **self.refit.driver.faults(),
             **self._times(step),
             **memory,
@@ -112,6 +119,7 @@ class RLMetricsCallback(pl.Callback):
         self._write(record, step, trainer)
         self._progress.step_done(record)
         self._action_share.see(number, record["action_token_share"])
+        self._left_out.see(number, record)
 
     def _times(self, step: RankStep) -> dict[str, float]:
         seconds = time.perf_counter() - self._step_started
@@ -192,4 +200,25 @@ class ActionShareWarning:
             step,
             100 * share,
             100 * LOWEST_ACTION_SHARE,
+        )
+
+
+class LeftOutWarning:
+    """Warns at the first step that trains nothing because `selection` leaves every trajectory out."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def see(self, step: int, record: Mapping[str, Any]) -> None:
+        """`record`: the step's metrics."""
+        if self._said or record.get("left_out_share", 0.0) < 1:
+            return
+        self._said = True
+        counts = [f"{name} {record[name]:.0f}" for name in LEFT_OUT if record.get(name)]
+        reasons = "; ".join(LEFT_OUT[name] for name in LEFT_OUT if record.get(name))
+        logger.warning(
+            "step %d: every trajectory is left out of the loss (%s), nothing is trained: %s; read samples.jsonl",
+            step,
+            ", ".join(counts),
+            reasons,
         )

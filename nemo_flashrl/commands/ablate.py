@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_flashrl.commands.arguments import at_least
+from nemo_flashrl.commands.arguments import at_least, path
 
 
 def add_ablate(commands: argparse._SubParsersAction) -> None:
@@ -30,7 +30,7 @@ def add_ablate(commands: argparse._SubParsersAction) -> None:
     ablate.add_argument(
         "--seeds", type=at_least(1), default=3, metavar="N", help="trainer.seed 0 to N-1 of each (default 3)"
     )
-    ablate.add_argument("--output", type=Path, default=Path("runs/ablation"), metavar="DIR", help="folder of all runs")
+    ablate.add_argument("--output", type=path, default=Path("runs/ablation"), metavar="DIR", help="folder of all runs")
     ablate.add_argument(
         "--measure",
         default=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,13 @@ def at_least(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     return number
 
 
+def path(text: str) -> Path:
+    """With ~ expanded, for argparse's `type`: a shell leaves it alone in `--output=~/runs`."""
+    return Path(os.path.expanduser(text))
+
+
 def file_to_write(text: str) -> Path:
     """A path that is no folder, for argparse's `type`."""
-    if not text or Path(text).is_dir():
+    if not text or path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: must name a file" + (", and is a folder" if text else ""))
-    return Path(text)
+    return path(text)

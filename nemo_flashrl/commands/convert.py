@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from nemo_flashrl.commands.arguments import path
 
 
 def add_convert(commands: argparse._SubParsersAction) -> None:
@@ -17,30 +18,30 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     actions = convert.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     action = _action(actions, "hf-to-nemo", "Hugging Face folder -> NeMo checkpoint folder", _hf_to_nemo)
-    action.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and .safetensors files")
-    action.add_argument("target", type=Path, metavar="DST", help="must not exist")
+    action.add_argument("source", type=path, metavar="SRC", help="folder with config.json and .safetensors files")
+    action.add_argument("target", type=path, metavar="DST", help="must not exist")
 
     action = _action(actions, "nemo-to-hf", "NeMo checkpoint folder -> Hugging Face folder", _nemo_to_hf)
-    action.add_argument("source", type=Path, metavar="SRC", help="folder with context/ and weights/")
-    action.add_argument("target", type=Path, metavar="DST", help="must not exist")
+    action.add_argument("source", type=path, metavar="SRC", help="folder with context/ and weights/")
+    action.add_argument("target", type=path, metavar="DST", help="must not exist")
     action.add_argument(
         "--reference",
-        type=Path,
+        type=path,
         metavar="HF_DIR",
         help="folder whose configuration and tokenizer the export gets (default: those that the checkpoint carries)",
     )
 
     action = _action(actions, "run-to-hf", "newest checkpoint of a run -> Hugging Face folder", _run_to_hf)
-    action.add_argument("source", type=Path, metavar="RUN", help="output folder of `flashrl train`")
-    action.add_argument("target", type=Path, metavar="DST", help="must not exist")
+    action.add_argument("source", type=path, metavar="RUN", help="output folder of `flashrl train`")
+    action.add_argument("target", type=path, metavar="DST", help="must not exist")
     which = action.add_mutually_exclusive_group()
     which.add_argument("--policy", action="store_true", help="the policy, adapters merged in (default)")
     which.add_argument("--reference-ema", action="store_true", help="the reference policy instead of the policy")
     which.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, in PEFT's format")
 
     action = _action(actions, "check", "compare two checkpoints: configuration, tensors, logits", _check)
-    action.add_argument("first", type=Path, metavar="A", help="Hugging Face or NeMo folder")
-    action.add_argument("second", type=Path, metavar="B", help="Hugging Face or NeMo folder")
+    action.add_argument("first", type=path, metavar="A", help="Hugging Face or NeMo folder")
+    action.add_argument("second", type=path, metavar="B", help="Hugging Face or NeMo folder")
 
 
 def _action(actions: argparse._SubParsersAction, name: str, text: str, run) -> argparse.ArgumentParser:

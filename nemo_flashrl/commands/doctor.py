@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from nemo_flashrl.commands.arguments import path
 
 LOOKS = ("rewards", "groups")  # what `flashrl doctor` looks at before a run
 
@@ -30,7 +31,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         help="folder of a run, in progress or ended; or `rewards`, `groups` or `env`, CONFIG and key=value settings",
     )
     doctor.add_argument(
-        "--from-run", type=Path, default=None, metavar="RUN", help="rewards: use the newest samples of this run"
+        "--from-run", type=path, default=None, metavar="RUN", help="rewards: use the newest samples of this run"
     )
     doctor.add_argument("--prompts", type=int, default=20, metavar="N", help="groups: number of prompts (default 20)")
     doctor.add_argument(
@@ -75,7 +76,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.runs[0] in LOOKS:
         return _look(options)
     found = False
-    for folder in map(Path, options.runs):
+    for folder in map(path, options.runs):
         run = read_run(folder)
         findings = examine(run)
         print(as_text(run, findings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from nemo_flashrl.commands.arguments import at_least
 from nemo_flashrl.plan.devices import DEVICES
@@ -17,7 +18,8 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         "from a model's config.json and the sizes of a job. No weights are loaded.",
         epilog="example: flashrl plan /models/llama-8b --device H800 --gpus 16 --tp 4 --context 32768 --recompute full",
     )
-    plan.add_argument("model", metavar="MODEL", help="Hugging Face folder, its config.json, or a configuration's .yaml")
+    what = "Hugging Face folder, its config.json, or a configuration's .yaml"
+    plan.add_argument("model", type=os.path.expanduser, metavar="MODEL", help=what)
     plan.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of a configuration's settings")
     plan.add_argument("--device", default=None, metavar="NAME", help=f"{' | '.join(DEVICES)} (default H800)")
     plan.add_argument(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from nemo_flashrl.commands.arguments import at_least
+from nemo_flashrl.commands.arguments import at_least, path
 
 
 def add_rehearse(commands: argparse._SubParsersAction) -> None:
@@ -29,7 +28,7 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         "--seed", type=int, default=0, metavar="N", help="seed of the warm start, the tasks and the run"
     )
     rehearse.add_argument(
-        "--output", type=Path, default=None, metavar="DIR", help="must not exist (default runs/rehearsal-<time>)"
+        "--output", type=path, default=None, metavar="DIR", help="must not exist (default runs/rehearsal-<time>)"
     )
     rehearse.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for `flashrl train`")
     rehearse.set_defaults(run=_rehearse)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_flashrl.commands.arguments import file_to_write
+from nemo_flashrl.commands.arguments import file_to_write, path
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
@@ -17,7 +17,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
         "Runs of one configuration with different seeds are drawn as one curve (mean over seeds) with a band.",
         epilog="example: flashrl report runs/flash-0 runs/flash-1 runs/grpo-0 --output report.html",
     )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, in progress or ended")
+    report.add_argument("runs", nargs="+", type=path, metavar="RUN", help="folder of a run, in progress or ended")
     report.add_argument(
         "--output",
         type=file_to_write,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from nemo_flashrl.config.overrides import (
@@ -26,6 +27,8 @@ from nemo_flashrl.config.overrides import (
     with_new_names,
 )
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
+
+PATHS = ("output", "model.path", "rollout.weights_folder")  # fields in which ~ is a home folder, as a shell has it
 
 
 def conf_folder() -> Path:
@@ -44,7 +47,7 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     Raises:
         ValueError: one line with field, value and remedy.
     """
-    path = Path(name_or_path)
+    path = Path(os.path.expanduser(name_or_path))
     if path.suffix not in {".yaml", ".yml"}:
         path = conf_folder() / "experiment" / f"{name_or_path}.yaml"
     if not path.is_file():
@@ -63,11 +66,18 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
         for key in unneeded:
             if OmegaConf.select(merged, key) is None:  # missing
                 OmegaConf.update(merged, key, "")
+        _expand_paths(merged)
         config = OmegaConf.to_object(merged)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_one_line(error, path)) from error
     check(config)
     return config
+
+
+def _expand_paths(config: DictConfig) -> None:
+    for name in PATHS:
+        if value := OmegaConf.select(config, name):
+            OmegaConf.update(config, name, os.path.expanduser(value))
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -184,12 +194,27 @@ def _check_value(name: str, value: Any, allowed: Mapping[str, tuple]) -> None:
 
 
 def settings_of(plugin: type, given: dict[str, Any], where: str) -> Any:
-    """`plugin.Settings` filled from a mapping; an unknown key or a bad value is a ValueError that names it."""
+    """`plugin.Settings` filled from a mapping; an unknown key or a bad value is a ValueError that names it.
+
+    In a field declared with `metadata={"path": True}`, ~ is a home folder.
+    """
     known = [f.name for f in dataclasses.fields(plugin.Settings)]
     for key in given:
         if key not in known:
             raise ValueError(f"unknown key '{where}.settings.{key}'; known here: {', '.join(known)}")
     try:
+        given = _with_paths(plugin.Settings, given)
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(plugin.Settings), given))
     except OmegaConfBaseException as error:
         raise ValueError(f"{where}.settings.{error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def _with_paths(settings: type, given: dict[str, Any]) -> dict[str, Any]:
+    types, known = get_type_hints(settings), {item.name: item for item in dataclasses.fields(settings)}
+    out = dict(given)
+    for name, value in given.items():
+        if isinstance(value, str) and name in known and known[name].metadata.get("path"):
+            out[name] = os.path.expanduser(value)
+        elif isinstance(value, dict) and dataclasses.is_dataclass(types.get(name)):
+            out[name] = _with_paths(types[name], value)
+    return out

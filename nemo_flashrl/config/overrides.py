@@ -52,7 +52,8 @@ def hydra_override(text: str, conf: Path, own: Path) -> str:
             raise ValueError(_unreadable(key, value))
         return text
     if parsed is None or parsed.is_sweep_override() or isinstance(parsed.value(), list | dict):
-        if _is_string(key) and value[:1] not in ("'", '"'):
+        is_text = _is_string(key) or value.startswith("~")  # of settings of a plug-in, a path
+        if is_text and value[:1] not in ("'", '"'):
             return f"++{key}={quoted(value)}"
         if parsed is None or parsed.is_sweep_override():
             raise ValueError(_unreadable(key, value))

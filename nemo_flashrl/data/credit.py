@@ -79,6 +79,8 @@ class TrajectoryCredit:
             reasons["no_code"] = [t.action_count == 0 for t in trained]
         left_out = torch.tensor(list(reasons.values()), dtype=torch.bool).view(-1, len(whole)).any(0)
         metrics |= {f"dropped_{reason}": float(sum(who)) for reason, who in reasons.items()}
+        if reasons:
+            metrics["left_out_share"] = float(left_out.float().mean())
         with_turns = self.rules.turn_coefficient > 0
         outcomes = Outcomes(
             rewards=_column(t.reward for t in whole),

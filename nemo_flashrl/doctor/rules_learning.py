@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_flashrl.doctor.rule import (
+    RECENT,
     Rule,
     early,
     last_steps,
@@ -127,11 +128,21 @@ def _tied_groups(run: RunRecord) -> str:
 
 def _equal_rewards(run: RunRecord) -> str:
     deviation, success = run.column("advantage_std"), recent(run.column("success"))
-    empty = deviation[-20:] == 0
+    empty = (deviation[-20:] == 0) & ~(run.column("left_out_share")[-20:] == 1)
     if not (long_enough(run) and empty.mean() > 0.5 and success < SOLVED):
         return ""
     holds = np.arange(len(deviation)) >= len(deviation) - 20
     return f"advantage_std is 0 at {steps_where(run, holds & (deviation == 0))}: those steps learn nothing"
+
+
+def _all_left_out(run: RunRecord) -> str:
+    holds = run.column("left_out_share") == 1
+    if not holds[-RECENT:].any():
+        return ""
+    names = ("dropped_no_code", "dropped_malformed", "dropped_shaping")
+    counts = {name: recent(run.column(name)[holds]) for name in names}
+    shown = ", ".join(f"{name} {count:.0f}" for name, count in counts.items() if count > 0)
+    return f"left_out_share is 1 at {steps_where(run, holds)} ({shown}): those steps train nothing"
 
 
 LEARNING_RULES = (
@@ -215,5 +226,16 @@ LEARNING_RULES = (
         _equal_rewards,
         ("the policy never solves a task (sparse reward)", "a broken reward", "batches too small for a rare success"),
         "easier tasks first, a better warm start, rollout.batch_size up; play one episode by hand to see the reward",
+    ),
+    Rule(
+        "all_left_out",
+        "Every trajectory of a step is left out of the loss",
+        _all_left_out,
+        (
+            "selection.tokens=code on tasks whose answers have no fenced code",
+            "selection.malformed=leave_out before the policy has learnt the format",
+            "selection.shaping_at_least above what any episode reaches",
+        ),
+        "the selection setting that is counted: tokens=actions, malformed=keep, or a lower shaping_at_least",
     ),
 )

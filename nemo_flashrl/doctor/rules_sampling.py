@@ -42,11 +42,12 @@ def _gate_strict(run: RunRecord) -> str:
 
 
 def _clip(run: RunRecord) -> str:
-    """The surrogate clips a ratio on the advantage's side alone, so that with no room at all about half is clipped."""
+    """GRPO clips a ratio on the advantage's side alone, so that with no room at all about half is clipped."""
     fraction = recent(run.column("clip_fraction"))
     if not fraction > 0.3:
         return ""
-    return f"clip_fraction is {fraction:.2f} at {last_steps(run)}; 0.5 is what no clip range at all would give"
+    most = "; 0.5 is what no clip range at all would give" if setting(run, "algorithm.name") == "grpo" else ""
+    return f"clip_fraction is {fraction:.2f} at {last_steps(run)}{most}"
 
 
 def _extreme(run: RunRecord) -> str:
@@ -115,7 +116,7 @@ SAMPLING_RULES = (
         "Many tokens are clipped",
         _clip,
         ("too many updates per batch, or stale batches", "clip range too narrow", "learning rate too high"),
-        "clip_low and clip_high to 0.05 to 0.2 or wider; rollout.lag lower; optimizer.learning_rate lower",
+        "clip_low and clip_high, or ratio_clip, to 0.05 to 0.2 or wider; rollout.lag or optimizer.learning_rate lower",
     ),
     Rule(
         "extreme_ratios",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ _SIGNS = ("+", "-", "*")
 class Settings:
     """Which questions; `(seed, i)` fixes generated question i."""
 
-    path: str | None = None  # JSONL file, one object per line; None: generated arithmetic
+    path: str | None = field(default=None, metadata={"path": True})  # JSONL file; None: generated arithmetic
     question_field: str = "question"
     answer_field: str = "answer"
     instruction: str = "Think step by step, then give the final answer in \\boxed{}."

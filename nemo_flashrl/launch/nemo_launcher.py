@@ -84,6 +84,7 @@ def read_block(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     block = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides))
     if "flashrl" not in block:
         raise ValueError(f"{path} has no `flashrl` block: choose a job file of nemo_flashrl (rlhf_ppo=flashrl/<name>)")
+    block.flashrl.output = os.path.expanduser(block.flashrl.output)
     return OmegaConf.to_container(block, resolve=True)
 
 

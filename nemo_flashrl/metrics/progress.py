@@ -70,14 +70,15 @@ def rewrite(line: str) -> str:
 
 
 def progress_line(record: Mapping[str, Any], steps: int, seconds: float) -> str:
-    """One step for a person: `seconds` is what a recent step takes."""
+    """One step for a person; the ETA is for steps of `seconds`, what a recent one takes."""
     times = {name: record[key] for key, name in PHASES.items() if key in record}
     slowest = max(times, key=times.get)
     gate = f"  gate {record['gate_acceptance']:.2f}" if "gate_acceptance" in record else ""
     errors = f"  environment errors {n:.0f}" if (n := record.get("episodes_environment_error")) else ""
     return (
         f"step {record['step']:>4}/{steps}  reward {record['reward_mean']:.3f}  success {record['success']:.3f}{gate}"
-        f"  turns {record['turns']:.1f}  {_thousands(record['tokens_per_second'])} tokens/s  {seconds:.2f} s/step, "
+        f"  turns {record['turns']:.1f}  {_thousands(record['tokens_per_second'])} tokens/s  "
+        f"{record['step_seconds']:.2f} s/step, "
         f"{times[slowest] / max(record['step_seconds'], 1e-9):.0%} {slowest}"
         f"  ETA {_duration(seconds * (steps - record['step']))}{errors}"
     )

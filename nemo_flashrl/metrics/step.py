@@ -19,6 +19,8 @@ HISTOGRAM_BINS = 16
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """What the table makes of an algorithm's sums over the step; maxima and names it does not know pass through.
 
+    A mean over nothing is left out: of a step without an action token in the loss nobody was rejected.
+
     >>> policy_metrics({"loss": 0.5, "rows": 4.0, "admitted": 3.0})
     {'loss': 0.5, 'gate_acceptance': 0.75}
     """
@@ -27,7 +29,8 @@ def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         if metric.numerator not in sums:
             continue
         divisor = next((sums[name] for name in metric.denominators if name in sums), 1.0)
-        out[metric.name] = sums[metric.numerator] / max(divisor, 1.0)
+        if divisor:
+            out[metric.name] = sums[metric.numerator] / divisor
         used.add(metric.numerator)
     return out | {name: value for name, value in sums.items() if name not in used}
 

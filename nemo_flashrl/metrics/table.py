@@ -60,6 +60,7 @@ _LEARNING = (
     Metric("advantage_clip_fraction", "share", "trajectories whose advantage was clipped at advantage.clip"),
     Metric("shaping", "reward", "added to the advantage, length penalty included, mean over the batch"),
     Metric("length_penalty", "reward", "subtracted from the advantage for length, mean over the batch"),
+    Metric("left_out_share", "share", "of the batch, trajectories that `selection` leaves out of the loss"),
     Metric("malformed", "trajectories", "with an action that the environment calls malformed"),
     Metric("value_mean", "reward", "prediction of the value head, mean over the batch"),
     Metric("value_loss", "reward^2", "mean squared error of the value head, before its update on the batch"),
@@ -70,7 +71,7 @@ _LEARNING = (
     Metric("curriculum_success_*", "share", "success of that class, weighted towards recent prompts"),
     _sum("loss", "", "the policy loss of the step", "loss"),
     Metric("grad_norm", "", "gradient norm of the whole model, before clipping", TRAINER),
-    Metric("learning_rate", "", "of the step", TRAINER),
+    Metric("learning_rate", "", "that the step was trained with", TRAINER),
 )
 _LENGTHS = (
     Metric("turns", "turns", "actions of an episode, mean"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ NEEDED = (  # of every family's config.json
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+)
+NOISE = (  # fields of config.json that would make two passes over the same tokens differ
+    *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout", "hidden_dropout_prob"),
+    *("resid_pdrop", "resid_dropout", "embd_pdrop", "embedding_dropout", "dropout", "router_jitter_noise"),
 )
 
 
@@ -143,3 +148,14 @@ def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
         if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
             raise ValueError(f"rollout.stop: {token!r} is not a token of the tokenizer in {config.model.path!r}")
     return tokenizer
+
+
+def warn_of_noise(config: RunConfig, hf_config: dict[str, Any]) -> None:
+    """Say that dropout and jitter of config.json are not applied: ratios compare the policy with a sampler without."""
+    on = [f"{name}={hf_config[name]}" for name in NOISE if hf_config.get(name)]
+    if on:
+        warnings.warn(
+            f"{Path(config.model.path) / 'config.json'}: {', '.join(on)} is not applied: the policy is trained without "
+            "dropout and jitter, as it is sampled",
+            stacklevel=3,
+        )

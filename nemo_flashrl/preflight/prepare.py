@@ -10,8 +10,8 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,9 +23,9 @@ from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.vllm import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
-from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model
+from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise
 from nemo_flashrl.preflight.tensors import check_tensors
-from nemo_flashrl.rollout.from_config import moving_group_size, temperature_schedule
+from nemo_flashrl.rollout.from_config import moving_group_size, prompt_source, temperature_schedule
 from nemo_flashrl.run.folder import RunFolder, open_folder
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
 
@@ -42,6 +42,7 @@ class Parts:
     vocab_size: int
     data_parallel: int
     folder: RunFolder | None = None  # None writes nothing and cannot be resumed
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
 
 
 def prepare(config: RunConfig, world_size: int) -> Parts:
@@ -53,6 +54,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     data_parallel = check_parallel(config, world_size)
     _check_servers(config)
     hf_config = read_model(config, world_size)
+    warn_of_noise(config, hf_config)
     folder = open_folder(config, hf_config)
     tokenizer = load_tokenizer(config, hf_config["vocab_size"])
     check_tensors(HfTensors(config.model.path), hf_config)
@@ -73,7 +75,10 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     environment = _load(environments.load, config.environment.name, "environment.name")
     _check_evaluation(config)
     settings, tasks = check_environment(config, environment, tokenizer)
-    return Parts(algorithm, environment, settings, tasks, tokenizer, hf_config["vocab_size"], data_parallel, folder)
+    if config.curriculum.mixture:  # its classes are the tasks'
+        prompt_source(config, tasks)
+    size = hf_config["vocab_size"]
+    return Parts(algorithm, environment, settings, tasks, tokenizer, size, data_parallel, folder, hf_config)
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -60,6 +60,16 @@ def test_goes_on_after_a_resume() -> None:
     assert torch.equal(straight.predict(batches[0][0]), resumed.predict(batches[0][0]))
 
 
+def test_a_resumed_head_learns_at_the_rate_of_its_own_run() -> None:
+    """Adam's first step is the learning rate, whatever the gradient: a resumed one moves by the new rate too."""
+    states, saved, changed = torch.ones(1, 1), ValueHead(learning_rate=0.1, updates=1), ValueHead(0.2, updates=1)
+    saved.update(states, torch.ones(1))
+    changed.load_state_dict(pickle.loads(pickle.dumps(saved.state_dict())))
+    before = float(changed.predict(states))
+    changed.update(states, torch.full((1,), 1 + before))  # an error of 1 again: the gradient of the first step
+    assert float(changed.predict(states)) - before == pytest.approx(0.2, rel=1e-4)
+
+
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_first_places(layout: str) -> None:
     """The place in the head's order [S, G] whose target is the first sampled token of each trajectory."""

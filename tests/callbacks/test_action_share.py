@@ -1,10 +1,10 @@
-"""The warning that most tokens are observations."""
+"""Warnings of steps that train little: most tokens are observations, or every trajectory is left out."""
 
 from __future__ import annotations
 
 import pytest
 
-from nemo_flashrl.callbacks.metrics import ActionShareWarning
+from nemo_flashrl.callbacks.metrics import ActionShareWarning, LeftOutWarning
 
 
 def test_it_is_said_once_with_three_remedies(caplog) -> None:
@@ -21,3 +21,15 @@ def test_it_is_said_once_with_three_remedies(caplog) -> None:
 def test_a_run_that_learns_from_its_tokens_hears_nothing(caplog, share: float) -> None:
     ActionShareWarning().see(1, share)
     assert not caplog.messages
+
+
+def test_a_step_that_trains_nothing_is_said_once_with_its_reason(caplog) -> None:
+    warning = LeftOutWarning()
+    for step, share in ((1, 0.75), (2, 1.0), (3, 1.0)):
+        warning.see(step, {"left_out_share": share, "dropped_malformed": 4 * share, "dropped_shaping": 0.0})
+    warning.see(4, {})
+    (message,) = caplog.messages
+    assert message == (
+        "step 2: every trajectory is left out of the loss (dropped_malformed 4), nothing is trained: every one has a "
+        "malformed action, set selection.malformed=keep; read samples.jsonl"
+    )

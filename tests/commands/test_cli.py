@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from unittest.mock import Mock
 import pytest
 
 from nemo_flashrl.cli import main
+from nemo_flashrl.config import load
 from nemo_flashrl.config.schema import ClusterConfig
 from nemo_flashrl.engines.server_pool import NoServer
 from nemo_flashrl.plan.devices import DEVICES
+from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.folder import NotSaved
 
@@ -170,6 +173,16 @@ def test_a_torn_checkpoint_is_refused(flashrl, model: Path, tmp_path: Path) -> N
     code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={torn}")
     assert code == 2
     assert "not a complete safetensors file" in err
+
+
+def test_dropout_of_a_model_folder_is_said_not_to_be_applied(model: Path, tmp_path: Path) -> None:
+    noisy = tmp_path / "model"
+    shutil.copytree(model, noisy)
+    config = json.loads((noisy / "config.json").read_text())
+    (noisy / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1, "resid_pdrop": 0.0}))
+    run = load("rehearsal", [f"output={tmp_path / 'run'}", f"model.path={noisy}"])
+    with pytest.warns(UserWarning, match="config.json: attention_dropout=0.1 is not applied: the policy is trained"):
+        prepare(run, 1)
 
 
 def test_existing_output_is_kept(flashrl, model: Path, tmp_path: Path) -> None:

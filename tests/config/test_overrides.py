@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 from paths import TESTS
 
-from nemo_flashrl.config import load, load_saved, quoted, read_plain
+from nemo_flashrl import environments
+from nemo_flashrl.commands.arguments import path
+from nemo_flashrl.config import load, load_saved, quoted, read_plain, settings_of
 from nemo_flashrl.config.overrides import RENAMED
+from nemo_flashrl.run.record import read_run
 
 GIVEN = ["output=runs/first", "model.path=here"]
 
@@ -100,3 +103,23 @@ def test_the_record_of_a_run_is_read_with_renamed_keys() -> None:
     assert load_saved(file).optimizer.max_grad_norm == 1.0
     assert read_plain(file)["optimizer"]["max_grad_norm"] == 1.0
     assert "clip_gradient" not in read_plain(file)["optimizer"]
+
+
+def test_a_tilde_is_a_home_folder_wherever_a_path_is_read(tmp_path: Path, monkeypatch) -> None:
+    """In a file and in `key=~/...` no shell expands it."""
+    monkeypatch.setenv("HOME", "/home/me")
+    file = tmp_path / "mine.yaml"
+    file.write_text("output: ~/runs/x\nmodel: {path: ~/m}\nenvironment: {name: python_tool}\n")
+    more = ["rollout.weights_folder=~/w", "environment.settings.questions.path=~/data.jsonl"]
+    config = load(str(file), more)
+    assert (config.output, config.model.path) == ("/home/me/runs/x", "/home/me/m")
+    assert config.rollout.weights_folder == "/home/me/w"
+    assert load(str(file), ["output=~/a b, c"]).output == "/home/me/a b, c"
+    settings = settings_of(environments.load("python_tool"), config.environment.settings, "environment")
+    assert settings.questions.path == "/home/me/data.jsonl"
+    settings = settings_of(environments.load("verifiable_math"), {"path": "~/q.jsonl"}, "environment")
+    assert settings.path == "/home/me/q.jsonl"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load("~/mine.yaml").output == f"{tmp_path}/runs/x"
+    with pytest.raises(ValueError, match=f"'{tmp_path}/none' holds no metrics.jsonl"):
+        read_run(path("~/none"))

@@ -26,6 +26,7 @@ from nemo_flashrl.data.credit import TrajectoryCredit, trajectory_credit
 from nemo_flashrl.data.datamodule import plan_steps
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.environments.tool_calls import MalformedCall, malformed
+from nemo_flashrl.metrics.step import policy_metrics
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.episode import Limits, run_episode
@@ -126,6 +127,7 @@ def test_code_mask_leaves_out_what_has_no_code() -> None:
     assert weights == pytest.approx([1 / 6, 0, 1 / 15])
     assert sum(int(m["target_mask"].sum()) for m in step.microbatches) == 7
     assert step.metrics["dropped_no_code"] == 1
+    assert step.metrics["left_out_share"] == pytest.approx(1 / 3)
     assert step.advantages[::2] == [0.5, 0] and np.isnan(step.advantages[1])
     assert step.metrics["effective_samples"] == 1  # the third's advantage is 0
 
@@ -254,16 +256,19 @@ def test_ratio_clip_by_hand() -> None:
     behavior = torch.tensor([-2.0, -2.0, -2.0, -1.0])
     current = behavior + torch.tensor([2.0, 1.1, 0.5, 1.0]).log()
     row, mask = torch.tensor([0, 0, 0, 1]), torch.ones(4, dtype=torch.bool)
-    found = {}
+    found, shares = {}, {}
     for clip in (0.2, float("inf")):
         algorithm = FlashReinforce(FlashReinforceSettings(ratio_clip=clip, delta=float("inf")))
         advantages, weights = algorithm.weigh(torch.tensor([1.0, 0.0]), torch.tensor([3, 1]), torch.tensor([0, 1]))
         logprobs = current.clone().requires_grad_()
         batch = TokenBatch(behavior, mask, row, advantages, weights, torch.zeros(2, dtype=torch.bool))
-        policy_loss(algorithm, logprobs, batch)[0].backward()
+        loss, stats = policy_loss(algorithm, logprobs, batch)
+        loss.backward()
         found[clip] = (logprobs.grad[:3] * -12).tolist()
+        shares[clip] = policy_metrics(stats).get("clip_fraction")
     assert found[0.2] == pytest.approx([1.2, 1.1, 0.8])
     assert found[float("inf")] == pytest.approx([2.0, 1.1, 0.5])
+    assert shares == {0.2: 0.5, float("inf"): None}  # of the four tokens, those at 2 and at 1/2
 
 
 def test_a_configuration_turns_them_on() -> None:

@@ -54,6 +54,10 @@ WRITTEN = {  # rule -> (numbers of the last five steps, settings)
     ),  # others need this memory
     "fragmentation": ({"memory_retries": 3.0}, {}),  # a GPU's allocator retries; a CPU has none
     "recompute_missing": ({"recompute_active": 0.0}, {"recompute": "full"}),  # this package's models do recompute
+    "all_left_out": (  # the policy of the healthy run is trained: it has no malformed action
+        {"left_out_share": 1.0, "dropped_malformed": 64.0, "advantage_std": 0.0, "effective_samples": 0.0},
+        {},
+    ),
     "flash_attention_missing": ({"flash_attention_active": 0.0}, {}),  # a CPU has none, and a run there says nothing
 }
 

@@ -69,6 +69,11 @@ def test_a_mean_is_divided_by_its_own_count_and_unknown_sums_pass() -> None:
         "ratio_max": 3.0,
     }
     assert policy_metrics({"ratio": 9.0, "policy_tokens": 10.0})["ratio_mean"] == 0.9
+    # A step whose trajectories are all left out has rejected none.
+    assert policy_metrics({"loss": 0.0, "rows": 0.0, "admitted": 0.0, "ratio": 0.0, "policy_tokens": 0.0}) == {
+        "loss": 0.0,
+        "policy_tokens": 0.0,
+    }
 
 
 def test_repeated_tokens() -> None:
@@ -148,6 +153,15 @@ def test_plain_lines_come_at_their_interval() -> None:
     assert "4.2k tokens/s" in lines[0]
     assert "75% rollouts" in lines[0]
     assert "ETA 1:38" in lines[0]  # 49 steps of 2 s
+
+
+def test_a_line_gives_the_time_of_its_own_step_and_the_eta_of_a_usual_one() -> None:
+    out = io.StringIO()
+    progress = Progress(10, out, interval=0.0)
+    for step, seconds in ((1, 15.6), (2, 15.4), (3, 62.0)):  # a server was down in the third
+        progress.step_done(step_record(step, seconds))
+    last = out.getvalue().splitlines()[-1]
+    assert "62.00 s/step" in last and "ETA 1:49" in last  # 7 steps of 15.6 s
 
 
 def test_a_terminal_has_one_line_that_says_what_it_waits_for(monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from tiny import random_trajectories
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.config import load
+from nemo_flashrl.environments.key_value_store import KeyValueStore
 from nemo_flashrl.metrics.monitors import RULES, Monitors
 from nemo_flashrl.metrics.step import group_metrics, trajectory_metrics
 from nemo_flashrl.metrics.table import from_machine
-from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table, report_conflicts
+from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table, report_conflicts, settings_without_effect
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
+from nemo_flashrl.rollout.from_config import prompt_source
 from nemo_flashrl.run.folder import EXIT_MONITOR
 from nemo_flashrl.run.jsonl import read_json_lines
 
@@ -133,6 +136,47 @@ def test_two_of_the_four_are_told_with_what_they_move(capsys) -> None:
         ValueError, match="trainer.strict=True: rollout.temperature=0.9, algorithm.settings.normalise=Tr"
     ):
         report_conflicts(strict, FlashReinforce(FlashReinforceSettings(normalise=True)), shown=True)
+
+
+IDLE = {  # a setting -> what it is without
+    "kl.schedule=annealed": "kl.coefficient=0.0: set kl.coefficient above 0, or leave kl.schedule out",
+    "kl.target=0.1": "kl.schedule=fixed: set kl.schedule adaptive, or leave kl.target out",
+    "reference.beta=0.9": "reference.mode=none: set reference.mode ema, or leave reference.beta out",
+    "curriculum.mixture.easy=1": "curriculum.mode=none: set curriculum.mode adaptive, or leave curriculum.mixture out",
+    "lora.alpha=8": "lora.rank=0: set lora.rank above 0, or leave lora.alpha out",
+}
+
+
+@pytest.mark.parametrize("override", IDLE)
+def test_a_setting_that_nothing_reads_is_told(override: str, capsys) -> None:
+    (line,) = settings_without_effect(config_of(override))
+    assert line.startswith(override.partition("=")[0].removesuffix(".easy")) and line.endswith(IDLE[override])
+    report_conflicts(config_of(override), FlashReinforce(), shown=True)
+    assert capsys.readouterr().err == f"{line}\n"
+    with pytest.raises(ValueError, match="trainer.strict=True: .* has no effect with"):
+        report_conflicts(config_of(override, "trainer.strict=true"), FlashReinforce(), shown=False)
+
+
+def test_a_setting_that_is_read_is_not_told() -> None:
+    assert settings_without_effect(config_of()) == []
+    on = ("kl.coefficient=0.01", "kl.schedule=adaptive", "kl.target=0.1", "reference.mode=ema", "reference.beta=0.9")
+    assert settings_without_effect(config_of(*on, "kl.estimator=k2", "rollout.temperature=0.9")) == []
+    both = config_of("rollout.temperature=0.9", "rollout.temperature_schedule=[[0,1],[0.5,0.9]]")
+    assert settings_without_effect(both)[0].startswith("rollout.temperature=0.9 has no effect with")
+
+
+def test_a_mixture_on_the_command_line_names_the_classes_of_the_tasks() -> None:
+    """As docs/schedules.md has it; 1, 2 and 3 hops, the last drawn four times as often as the first."""
+    page = (Path(__file__).parents[1] / "docs/schedules.md").read_text()
+    words = next(line for line in page.splitlines() if "curriculum.mixture.1=" in line).split()
+    config = config_of(*words[words.index("curriculum.mode=adaptive") :], "environment.settings.num_tasks=50")
+    settings = KeyValueStore.Settings(num_tasks=50)
+    source = prompt_source(config, KeyValueStore.tasks(settings))
+    source.step = config.trainer.steps
+    assert source.shares.tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7])
+    config.curriculum.mixture["4"] = 1.0
+    with pytest.raises(ValueError, match=r"curriculum.mixture names \['1', '2', '3', '4'\]: the tasks' classes are"):
+        prompt_source(config, KeyValueStore.tasks(settings))
 
 
 def test_techniques_of_different_rooms_are_no_conflict() -> None:

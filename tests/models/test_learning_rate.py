@@ -44,3 +44,23 @@ def test_cosine_by_hand() -> None:
 def test_goes_on_after_a_resume(resumed_at: int) -> None:
     scheduler = LearningRateScheduler(3, 8, "cosine")
     assert rates(scheduler, 8, resumed_at) == rates(scheduler, 8)
+
+
+def test_a_longer_run_resumes_on_its_own_schedule() -> None:
+    """A cosine over 2 steps ends near 0; over 6, two of them done, it is at (1 + cos(pi / 3)) / 2 = 3/4."""
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-3, betas=(0.9, 0.95))
+    short = LearningRateScheduler(0, 2, "cosine")(None, optimizer)["lr_scheduler"]["scheduler"]
+    for _ in range(2):
+        optimizer.step()
+        short.step()
+    changed = {"lr": 1e-3, "betas": (0.8, 0.99), "weight_decay": 0.1, "eps": 1e-6}
+    resumed = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **changed)
+    longer = LearningRateScheduler(0, 6, "cosine")(None, resumed)["lr_scheduler"]["scheduler"]
+    resumed.load_state_dict(optimizer.state_dict())
+    longer.load_state_dict(short.state_dict())
+    (group,) = resumed.param_groups
+    assert group["lr"] == pytest.approx(7.5e-4) and longer.get_last_lr() == [group["lr"]]
+    assert {name: group[name] for name in changed} == changed | {"lr": group["lr"]}
+    resumed.step()
+    longer.step()
+    assert group["lr"] == pytest.approx(5e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -19,7 +20,8 @@ from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 
 class Look(pl.Callback):
-    """Writes the whole state to a file: of a resumed run before its first step, else after the last."""
+    """Writes the whole state to a file, the optimizer's settings to another beside it: of a resumed run that trains
+    no step before its first, else after the last."""
 
     def __init__(self, out: Path, vocab_size: int) -> None:
         self.out, self.vocab_size = out, vocab_size
@@ -43,6 +45,8 @@ class Look(pl.Callback):
                 found[f"{kind} {name}"] = tensor.clone()
         if trainer.is_global_zero:
             torch.save(found, self.out)
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in trainer.optimizers[0].param_groups]
+            self.out.with_suffix(".json").write_text(json.dumps(groups))
 
 
 def main(out: Path, *overrides: str, dropout: float = 0.0) -> None:
