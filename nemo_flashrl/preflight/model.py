@@ -5,7 +5,6 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
+from nemo_flashrl.rollout.chat_tokens import read_tokenizer
+from nemo_flashrl.weight_sync.hf_reader import context_limit, read_config
 
 NEEDED = (  # of every family's config.json
     "model_type",
@@ -61,17 +62,8 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
             f"model.path={config.model.path!r} is a NeMo checkpoint, and the sampler reads Hugging Face folders alone: "
             f"run `{command}` once, then model.path={folder}-hf"
         )
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder, or a NeMo "
-            "checkpoint for the command that makes one of it"
-        )
-    try:
-        hf_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
-    missing = [name for name in NEEDED if not (isinstance(hf_config, dict) and hf_config.get(name))]
+    path, hf_config = folder / "config.json", read_config(folder)
+    missing = [name for name in NEEDED if not hf_config.get(name)]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}: copy it again")
     heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
@@ -89,10 +81,12 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
         raise ValueError(
             f"parallel.context={config.parallel.context}: Megatron slices YaRN's positions wrongly above 1; set 1"
         )
-    limit = hf_config.get("max_position_embeddings", config.model.context_length)
-    if config.model.context_length > limit:
+    limit = context_limit(hf_config)
+    if limit is not None and config.model.context_length > limit:
+        positions = hf_config["max_position_embeddings"]
         raise ValueError(
-            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {limit}"
+            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {positions}"
+            + (f" and its RoPE scaling makes {limit} of them" if limit > positions else "")
         )
     return hf_config
 
@@ -127,13 +121,7 @@ def check_lora(config: RunConfig, hf_config: dict[str, Any]) -> None:
 
 def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
     """The tokenizer of `model.path`, which has every token that `rollout.stop` names."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path={config.model.path!r} holds no loadable tokenizer ({first})") from error
+    tokenizer = read_tokenizer(config.model.path)
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "

@@ -6,18 +6,23 @@ token. Only what the chat template writes around it may.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from nemo_flashrl.environments.environment import Message
+from nemo_flashrl.environments.guard import in_words
+from nemo_flashrl.weight_sync.hf_reader import refuse_lfs_pointer, with_tokenizer_fields
 
 # No token spells more characters than this but in runs of blanks; what is longer is cut before it is encoded,
 # so that 100 MB of tool output cost nothing.
 _CHARACTERS_PER_TOKEN = 64
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 # Places to cut a rendered template. Noncharacters: no text may hold them, and `_clean` takes them out where one does.
 _OPEN, _CLOSE, _HERE = "\ufdd0", "\ufdd1", "\ufdd2"
 _PLACE = re.compile(f"({_OPEN}[0-9]+{_CLOSE}|{_HERE})")
@@ -30,6 +35,35 @@ class Observation:
     text: str
     ids: tuple[int, ...]
     removed: int = 0  # characters that were cut out
+
+
+def read_tokenizer(folder: str | Path) -> Any:
+    """The Hugging Face tokenizer of `model.path`, by transformers 4 also where 5 has saved it.
+
+    Raises:
+        ValueError: one line: it is not there, is a Git LFS pointer, or cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    where = f"model.path={str(folder)!r}"
+    there = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+    if not there:
+        raise ValueError(f"{where} holds no tokenizer, none of {', '.join(_TOKENIZER_FILES)}: copy it from the model")
+    for path in (*there, *Path(folder).glob("tokenizer_config.json")):
+        refuse_lfs_pointer(path)
+    try:
+        settings = Path(folder) / "tokenizer_config.json"
+        written = json.loads(settings.read_text()) if settings.is_file() else {}
+        read = with_tokenizer_fields(written)
+        changed = {name: value for name, value in read.items() if written.get(name) != value}
+        new_class = changed.pop("tokenizer_class", None)
+        if changed:
+            changed["extra_special_tokens"] = {}
+        loader = PreTrainedTokenizerFast if new_class else AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True, **changed)
+    except Exception as error:  # of tokenizers, sentencepiece or transformers, each of another type
+        said = in_words(error).splitlines()[0]
+        raise ValueError(f"{where} holds no loadable tokenizer ({said}): copy it again") from error
 
 
 class Codec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nemo_flashrl import platform
-from nemo_flashrl.weight_sync.hf_reader import INDEX, HfTensors
+from nemo_flashrl.weight_sync.hf_reader import INDEX, HfTensors, with_rope_fields, with_tokenizer_fields
 from nemo_flashrl.weight_sync.hf_writer import new_folder
 from nemo_flashrl.weights.mapping import Layout, Place, find_rule
 from nemo_flashrl.weights.shards import Model, chunks_of, local_parameters
 
 MAX_SHARD_BYTES = 5 * 2**30  # transformers' own default
+CHAT_TEMPLATES = "additional_chat_templates"  # where transformers keeps the named ones
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
@@ -91,16 +92,19 @@ def write_hf_folder(
     with new_folder(target) as staging:
         dtypes = _write_tensors(stream, staging)
         copy_beside_weights(source, staging)
-        _correct_dtype(staging / "config.json", dtypes)
+        _correct_config(staging / "config.json", dtypes)
         if card is not None:
             (staging / "README.md").write_text(_card_text(card))
 
 
 def copy_beside_weights(source: str | Path, target: Path) -> None:
-    """Copy the files of a Hugging Face folder that are no weights: configuration, tokenizer, chat template, texts."""
+    """Copy the files of a Hugging Face folder that are no weights: configuration, tokenizer, chat templates, texts."""
     for file in Path(source).iterdir():
+        if file.name == CHAT_TEMPLATES and file.is_dir():
+            shutil.copytree(file, target / file.name, dirs_exist_ok=True)
         if file.is_file() and file.suffix not in WEIGHT_FILES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
+    _rewrite(target / "tokenizer_config.json", with_tokenizer_fields)
 
 
 def run_card(configuration: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -122,13 +126,23 @@ def _card_text(card: Mapping[str, Any]) -> str:
     return f"---\nlibrary_name: transformers\n---\n\n# {card['name']}\n\n| | |\n|---|---|\n{rows}\n"
 
 
-def _correct_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
-    """Whoever reads the folder in its own precision looks at the configuration; where that is right it stays as is."""
+def _correct_config(path: Path, dtypes: set[torch.dtype]) -> None:
+    """Write the tensors' dtype, and RoPE's fields as transformers 4 reads them; where both are right it stays as is."""
+    _rewrite(path, with_rope_fields)
     config = json.loads(path.read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
     name = str(next(iter(dtypes))).removeprefix("torch.")
     if len(dtypes) == 1 and config.get(key, "float32") != name:
-        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+        _rewrite(path, lambda config: {**config, key: name})
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """A file that `change` leaves as it is keeps its bytes."""
+    if not path.is_file():
+        return
+    written = json.loads(path.read_text())
+    if (changed := change(written)) != written:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")
 
 
 def _write_tensors(stream: Iterable[tuple[str, Tensor]], folder: Path) -> set[torch.dtype]:
