@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_flashrl.cli import main as flashrl
 from nemo_flashrl.config import load
 from nemo_flashrl.engines.transformers import TransformersEngine
-from nemo_flashrl.preflight.model import read_model
+from nemo_flashrl.preflight.model import read_model, read_tokenizer
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer, make_warm_start
-from nemo_flashrl.rollout.chat_tokens import read_tokenizer
 from nemo_flashrl.rollout_server.model_check import check_model
 from nemo_flashrl.weight_sync.hf_reader import HfTensors, read_config
 

@@ -11,7 +11,7 @@ from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config, Qwen3MoEConfig
 
 from nemo_flashrl.models.families import FAMILIES, portable_config
 from nemo_flashrl.models.rope_scaling import YarnFields, attention_factor
-from nemo_flashrl.rollout.chat_tokens import read_tokenizer
+from nemo_flashrl.preflight.model import read_tokenizer
 
 # The most specific class first
 MODEL_TYPES: tuple[tuple[type, str], ...] = (

@@ -5,6 +5,7 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,15 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
-from nemo_flashrl.rollout.chat_tokens import read_tokenizer
-from nemo_flashrl.weight_sync.hf_reader import context_limit, read_config
+from nemo_flashrl.environments.guard import in_words
+from nemo_flashrl.weight_sync.hf_reader import (
+    context_limit,
+    read_config,
+    refuse_lfs_pointer,
+    with_tokenizer_fields,
+)
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 NEEDED = (  # of every family's config.json
     "model_type",
     "vocab_size",
@@ -117,6 +124,35 @@ def check_lora(config: RunConfig, hf_config: dict[str, Any]) -> None:
             f"lora.rank={lora.rank}: the model's hidden_size is {hf_config['hidden_size']}, and a product of more than "
             "its rank is not low-rank; 8 to 64 is usual"
         )
+
+
+def read_tokenizer(folder: str | Path) -> Any:
+    """The Hugging Face tokenizer of `model.path`, by transformers 4 also where 5 has saved it.
+
+    Raises:
+        ValueError: one line: it is not there, is a Git LFS pointer, or cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    where = f"model.path={str(folder)!r}"
+    there = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+    if not there:
+        raise ValueError(f"{where} holds no tokenizer, none of {', '.join(_TOKENIZER_FILES)}: copy it from the model")
+    for path in (*there, *Path(folder).glob("tokenizer_config.json")):
+        refuse_lfs_pointer(path)
+    try:
+        settings = Path(folder) / "tokenizer_config.json"
+        written = json.loads(settings.read_text()) if settings.is_file() else {}
+        read = with_tokenizer_fields(written)
+        changed = {name: value for name, value in read.items() if written.get(name) != value}
+        new_class = changed.pop("tokenizer_class", None)
+        if changed:
+            changed["extra_special_tokens"] = {}
+        loader = PreTrainedTokenizerFast if new_class else AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True, **changed)
+    except Exception as error:  # of tokenizers, sentencepiece or transformers, each of another type
+        said = in_words(error).splitlines()[0]
+        raise ValueError(f"{where} holds no loadable tokenizer ({said}): copy it again") from error
 
 
 def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
