@@ -6,7 +6,6 @@ import argparse
 import errno
 import os
 import sys
-from pathlib import Path
 
 
 def add_train(commands: argparse._SubParsersAction) -> None:
@@ -30,6 +29,7 @@ def _train(options: argparse.Namespace) -> int:
     from nemo_flashrl import config
     from nemo_flashrl.launch.parent import end_with_parent
     from nemo_flashrl.launch.slurm import adopt_tasks
+    from nemo_flashrl.weight_sync.hf_config import check_folder
 
     settings = config.load(options.config, options.overrides)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's workers outlive it where it is killed
@@ -37,8 +37,7 @@ def _train(options: argparse.Namespace) -> int:
     adopt_tasks()
     for name, value in settings.cluster.environment.items():  # before torch is imported, which reads some of them
         os.environ.setdefault(name, value)
-    if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
-        raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
+    check_folder(settings.model.path)  # before what takes a minute to import on a busy machine
     from nemo_flashrl.engines.server_pool import NoServer
     from nemo_flashrl.run.folder import (
         EXIT_MONITOR,

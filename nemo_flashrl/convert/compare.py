@@ -48,9 +48,11 @@ class Side:
         if self.is_nemo:
             positions = torch.arange(tokens.shape[1])[None]
             return self.model.float()(tokens, positions, None)[..., : self.config["vocab_size"]]
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.folder, torch_dtype=torch.float32).eval()(tokens).logits
+        config = AutoConfig.for_model(**self.config)
+        model = AutoModelForCausalLM.from_pretrained(self.folder, config=config, torch_dtype=torch.float32)
+        return model.eval()(tokens).logits
 
 
 def differences(first: str | Path, second: str | Path) -> list[str]:

@@ -11,6 +11,7 @@ from nemo.collections.llm.gpt.model.qwen3 import Qwen3Config, Qwen3MoEConfig
 
 from nemo_flashrl.models.families import FAMILIES, portable_config
 from nemo_flashrl.models.rope_scaling import YarnFields, attention_factor
+from nemo_flashrl.preflight.model import read_tokenizer
 
 # The most specific class first
 MODEL_TYPES: tuple[tuple[type, str], ...] = (
@@ -70,13 +71,13 @@ def write_hf_config(config: llm.GPTConfig, tokenizer_folder: str | Path, folder:
     NeMo 2.7's exporters answer with a tie flag of false for Qwen2, 40960 positions and fixed bos and eos for Qwen3, and
     know no RoPE scaling but Llama 3's.
     """
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     family = model_type(config)
     ids: dict[str, Any] = {}
     vocab_size = config.vocab_size
     if (Path(tokenizer_folder) / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+        tokenizer = read_tokenizer(tokenizer_folder)
         ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
         vocab_size = vocab_size or len(tokenizer)
     if vocab_size is None:

@@ -10,6 +10,7 @@ Written by Megatron and NeMo themselves; what goes in comes from weights/mapping
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from nemo.collections import llm
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_flashrl.models.families import FAMILIES, read_hf_config
-from nemo_flashrl.weights.hf_folder import copy_beside_weights
+from nemo_flashrl.weights.hf_folder import CHAT_TEMPLATES, copy_beside_weights
 
 WEIGHTS, CONTEXT = "weights", "context"
 HF_FILES = "nemo_tokenizer"
@@ -118,6 +119,9 @@ def write_context(config: llm.GPTConfig, source: str | Path, folder: Path) -> No
         files = Path(temporary) / HF_FILES
         files.mkdir()
         copy_beside_weights(source, files)
+        templates = files / CHAT_TEMPLATES
+        if templates.is_dir():  # NeMo copies the files of a folder, and no folder in it
+            templates = templates.rename(Path(temporary) / CHAT_TEMPLATES)
         has_tokenizer = (files / "tokenizer_config.json").is_file()
         model = family.model(_as_written(config), tokenizer=AutoTokenizer(str(files)) if has_tokenizer else None)
         trainer = nl.Trainer(
@@ -128,6 +132,8 @@ def write_context(config: llm.GPTConfig, source: str | Path, folder: Path) -> No
         TrainerContext(model=model, trainer=trainer, extra={}).io_dump(folder / CONTEXT, yaml_attrs=["model"])
         if not has_tokenizer:  # NeMo then copies nothing
             files.rename(folder / CONTEXT / HF_FILES)
+        if templates.is_dir():
+            shutil.copytree(templates, folder / CONTEXT / HF_FILES / CHAT_TEMPLATES)
 
 
 def _as_written(config: llm.GPTConfig) -> llm.GPTConfig:

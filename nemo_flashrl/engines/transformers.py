@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from nemo_flashrl.records import Generation, Sampling
+from nemo_flashrl.weight_sync.hf_config import context_limit, read_config
 from nemo_flashrl.weight_sync.probe import NamedTensors
 
 # A caller needs a few rounds of the event loop to get from one answer to its next request (through timeouts and
@@ -64,11 +65,16 @@ class TransformersEngine:
         """Load config and weights from `folder`; they are served as `version`."""
         self.version = version
         self.faults: Counter[str] = Counter()  # stays empty: what fails here is not tried again
+        config = read_config(folder)
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, settings.dtype), attn_implementation="sdpa", local_files_only=True
+            folder,
+            config=AutoConfig.for_model(**config),  # transformers 4 would pass over rope_parameters
+            dtype=getattr(torch, settings.dtype),
+            attn_implementation="sdpa",
+            local_files_only=True,
         )
         self._model: PreTrainedModel = model.to(settings.device).eval().requires_grad_(False)
-        self._context: int | None = getattr(model.config, "max_position_embeddings", None)
+        self._context: int | None = context_limit(config)
         self._waiting: list[_Request] = []
         self._loads = 0
         self._server: asyncio.Task | None = None

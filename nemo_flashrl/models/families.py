@@ -19,6 +19,7 @@ from nemo.collections.llm.gpt.model.qwen3 import HFQwen3Importer, Qwen3Model
 from nemo_flashrl import platform
 from nemo_flashrl.models.rope_scaling import rope_kind, with_rope_scaling
 from nemo_flashrl.models.segment_attention import segment_layer_spec
+from nemo_flashrl.weight_sync.hf_config import read_config
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: it is missing, of a family that is not supported, or says what the family's NeMo class cannot do.
     """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model.path={str(folder)!r} holds no config.json: give a Hugging Face checkpoint folder")
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
+    path, config = Path(folder) / "config.json", read_config(folder)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise ValueError(
@@ -74,11 +69,6 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {name}={config[name]!r} is not supported, {only!r} alone is")
     if config["model_type"] == "mixtral" and config.get("sliding_window") is not None:
         raise ValueError(f"{path}: sliding_window={config['sliding_window']!r} is not supported, null alone is")
-    if config.get("rope_parameters"):
-        raise ValueError(
-            f"{path}: rope_parameters is how transformers 5 writes rope_theta and rope_scaling, and older readers "
-            "ignore it: write those two fields instead"
-        )
     if rope_kind(config) not in family.rope_scaling:
         raise ValueError(
             f"{path}: rope_scaling.rope_type={rope_kind(config)!r} of a {config['model_type']} model is not "
@@ -119,7 +109,7 @@ def _imported(importer: type, folder: Path) -> llm.GPTConfig:
     NeMo 2.7 fails without a generation_config.json or a dtype, and takes another class where the path holds "8x22b".
     """
     with tempfile.TemporaryDirectory() as copy:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_config(folder)
         if not (config.get("dtype") or config.get("torch_dtype")):
             config["torch_dtype"] = "float32"
         (Path(copy) / "config.json").write_text(json.dumps(config))

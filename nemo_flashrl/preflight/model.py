@@ -14,7 +14,10 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
+from nemo_flashrl.environments.guard import in_words
+from nemo_flashrl.weight_sync.hf_config import context_limit, read_config, refuse_lfs_pointer, with_tokenizer_fields
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 NEEDED = (  # of every family's config.json
     "model_type",
     "vocab_size",
@@ -66,17 +69,8 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
             f"model.path={config.model.path!r} is a NeMo checkpoint, and the sampler reads Hugging Face folders alone: "
             f"run `{command}` once, then model.path={folder}-hf"
         )
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder, or a NeMo "
-            "checkpoint for the command that makes one of it"
-        )
-    try:
-        hf_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
-    missing = [name for name in NEEDED if not (isinstance(hf_config, dict) and hf_config.get(name))]
+    path, hf_config = folder / "config.json", read_config(folder)
+    missing = [name for name in NEEDED if not hf_config.get(name)]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}: copy it again")
     heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
@@ -94,10 +88,12 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
         raise ValueError(
             f"parallel.context={config.parallel.context}: Megatron slices YaRN's positions wrongly above 1; set 1"
         )
-    limit = hf_config.get("max_position_embeddings", config.model.context_length)
-    if config.model.context_length > limit:
+    limit = context_limit(hf_config)
+    if limit is not None and config.model.context_length > limit:
+        positions = hf_config["max_position_embeddings"]
         raise ValueError(
-            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {limit}"
+            f"model.context_length={config.model.context_length}: the model's max_position_embeddings is {positions}"
+            + (f" and its RoPE scaling makes {limit} of them" if limit > positions else "")
         )
     return hf_config
 
@@ -130,15 +126,38 @@ def check_lora(config: RunConfig, hf_config: dict[str, Any]) -> None:
         )
 
 
+def read_tokenizer(folder: str | Path) -> Any:
+    """The Hugging Face tokenizer of `model.path`, by transformers 4 also where 5 has saved it.
+
+    Raises:
+        ValueError: one line: it is not there, is a Git LFS pointer, or cannot be read.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    where = f"model.path={str(folder)!r}"
+    there = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+    if not there:
+        raise ValueError(f"{where} holds no tokenizer, none of {', '.join(_TOKENIZER_FILES)}: copy it from the model")
+    for path in (*there, *Path(folder).glob("tokenizer_config.json")):
+        refuse_lfs_pointer(path)
+    try:
+        settings = Path(folder) / "tokenizer_config.json"
+        written = json.loads(settings.read_text()) if settings.is_file() else {}
+        read = with_tokenizer_fields(written)
+        changed = {name: value for name, value in read.items() if written.get(name) != value}
+        new_class = changed.pop("tokenizer_class", None)
+        if changed:
+            changed["extra_special_tokens"] = {}
+        loader = PreTrainedTokenizerFast if new_class else AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True, **changed)
+    except Exception as error:  # of tokenizers, sentencepiece or transformers, each of another type
+        said = in_words(error).splitlines()[0]
+        raise ValueError(f"{where} holds no loadable tokenizer ({said}): copy it again") from error
+
+
 def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
     """The tokenizer of `model.path`, which has every token that `rollout.stop` names."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"model.path={config.model.path!r} holds no loadable tokenizer ({first})") from error
+    tokenizer = read_tokenizer(config.model.path)
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "

@@ -6,6 +6,7 @@ token. Only what the chat template writes around it may.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from nemo_flashrl.environments.environment import Message
 _CHARACTERS_PER_TOKEN = 64
 # Places to cut a rendered template. Noncharacters: no text may hold them, and `_clean` takes them out where one does.
 _OPEN, _CLOSE, _HERE = "\ufdd0", "\ufdd1", "\ufdd2"
-_PLACE = re.compile(f"({_OPEN}[0-9]+{_CLOSE}|{_HERE})")
+_PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,6 @@ class Observation:
     """A tool's answer as the policy sees it."""
 
     text: str
-    ids: tuple[int, ...]
     removed: int = 0  # characters that were cut out
 
 
@@ -42,23 +42,27 @@ class Codec:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        added = {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._special = frozenset({*added.values(), *named.values()})
-        self._spellings = sorted({*added, *named}, key=len, reverse=True)  # the longest first
+        added = {token.content: (index, token) for index, token in tokenizer.added_tokens_decoder.items()}
+        self._ids = {text: index for text, (index, token) in added.items() if token.special}
+        self._ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._strips = {text: (token.lstrip, token.rstrip) for text, (_, token) in added.items()}
+        self._spellings = sorted(self._ids, key=len, reverse=True)  # the longest first
         self._spelling = re.compile("|".join(map(re.escape, self._spellings)) or "(?!)")
         self._unknown: int | None = tokenizer.unk_token_id
+        self._special = frozenset(self._ids.values())
+        self._named = {index: text for text, index in self._ids.items() if index != self._unknown}
         # Of what the tokenizer adds by itself only the begin-of-text token belongs before an answer.
         self._start = [i for i in tokenizer("").input_ids if i == tokenizer.bos_token_id]
-        if self._has_template:
-            probe = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-            self._render([*probe, {"role": "user", "content": _HERE}], must_show=True)
+        self._anchor = next((text for text in self._named.values() if not any(self._strips.get(text, ()))), "")
+        self._lead = self._find_lead()
+        self._roles: dict[str, str] = {}  # role -> as which the template shows it
+        self._shown_role("user")
+        self.turn_ends = self._find_turn_ends()  # ids of the special token with which the template ends an answer
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt: the chat template with its generation prompt, or the plain concatenation of the contents."""
-        if self._has_template:
-            return self._encode(self._render([self._safe(message) for message in messages]))
-        return self._start + self._plain("".join(message["content"] for message in messages))
+        ids = self._encode(self._render([self._safe(message) for message in messages]))
+        return ids if self._has_template else self._start + ids
 
     def action_text(self, token_ids: Sequence[int], stop_token_ids: Sequence[int]) -> str:
         """What the policy said. A closing special token is left out; a stop token that is a word stays."""
@@ -73,54 +77,98 @@ class Codec:
         top of `max_tokens`.
         """
         window = max_tokens * _CHARACTERS_PER_TOKEN
-        if len(text) <= window:
-            ids = self._plain(text)
-            if len(ids) <= max_tokens:
-                return Observation(_clean(text), tuple(ids))
+        if len(text) <= window and len(self._plain(text)) <= max_tokens:
+            return Observation(_clean(text))
         tail_size = {"head": 0, "tail": max_tokens, "both": max_tokens // 2}[keep]
-        head = self._plain(text[:window])[: max_tokens - tail_size]
-        tail = self._plain(text[-window:])[-tail_size:] if tail_size else []
-        head_text, tail_text = self._decode(head), self._decode(tail)
-        removed = max(1, len(text) - len(head_text) - len(tail_text))
+        head_size = max_tokens - tail_size
+        head = self._decode(self._plain(text[:window])[:head_size])
+        tail = self._decode(self._plain(text[-window:])[-tail_size:]) if tail_size else ""
+        removed = max(1, len(text) - len(head) - len(tail))
         mark = f"[{removed} characters cut]"
         mark = f"{mark}\n" if not head else f"\n{mark}" if not tail else f"\n{mark}\n"
-        return Observation(head_text + mark + tail_text, (*head, *self._plain(mark), *tail), removed)
+        return Observation(head + mark + tail, removed)
 
     def next_ids(
-        self, messages: Sequence[Message], action: str, action_ids: Sequence[int], observation: Observation, role: str
+        self,
+        messages: Sequence[Message],
+        action: str,
+        action_ids: Sequence[int],
+        observation: Observation,
+        role: str,
+        stop_token_ids: Sequence[int] = (),
     ) -> tuple[list[int], bool]:
-        """What the policy sees after an action.
+        """What the policy sees after an action: as in one encoding of the whole rendered conversation.
 
         Args:
             messages: what came before the action.
             action, action_ids: the action as text and as it was sampled.
             observation: the answer to it, shown in a message of `role`.
+            stop_token_ids: with which of them the policy may have closed its turn.
 
         Returns:
             (ids, False): the suffix that follows the sampled ids, or (ids, True): a whole new prompt, because the
             template now shows something else where the earlier tokens were: Qwen3's, say, strips earlier thinking.
         """
-        if not self._has_template:
-            return list(observation.ids), False
         before = [self._safe(message) for message in messages]
         said = self._safe({"role": "assistant", "content": action})
-        text = self._render([*before, said, {"role": role, "content": _HERE}], must_show=True)
-        end = _end_of_action(text, self._render(before), said["content"])
+        seen = self._safe({"role": self._shown_role(role), "content": observation.text})
+        text, prompt = self._render([*before, said, seen]), self._render(before)
+        end = _end_of_action(text, prompt, said["content"])
         if end is None:
-            return self._encode(text, observation.ids), True
-        ids = self._encode(text[end:], observation.ids)
-        if ids and action_ids and ids[0] == action_ids[-1] and ids[0] in self._special:
-            ids = ids[1:]  # the policy closed its turn itself
-        return ids, False
+            return self._encode(text), True
+        last, rest = action_ids[-1] if action_ids else None, text[end:]
+        closing = self._spelling.match(rest.lstrip())
+        template_closes = closing is not None and self._ids[closing[0]] in {*self.turn_ends, last}
+        if last in self._named and (last in stop_token_ids or template_closes):  # the policy closed its turn itself
+            rest = rest.lstrip()[closing.end() :] if template_closes else rest
+            return self._continue(self._named[last], rest), False
+        return self._continue(text[len(prompt) : end], rest), False
+
+    def _find_lead(self) -> str:
+        """What makes a tokenizer encode text as it does after a special token, where that is not as at the start.
+
+        SentencePiece's put a blank before the first word of a text; some of them also after every special token.
+        """
+        encode = self._tokenizer.encode
+        after = encode(f"{self._anchor}a", add_special_tokens=False)[1:]
+        return "\n" if self._anchor and after != encode("a", add_special_tokens=False) else ""
+
+    def _find_turn_ends(self) -> frozenset[int]:
+        if not self._has_template:
+            return frozenset()
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _HERE}]
+        try:
+            text = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False)
+        except (TemplateError, ValueError, TypeError, KeyError):  # of one that cannot end with an answer
+            return frozenset()
+        end = self._spelling.match(text.rpartition(_HERE)[2].lstrip())
+        return frozenset({self._ids[end[0]]} if end else ())
+
+    def _shown_role(self, role: str) -> str:
+        """`role`, or "user" in place of "tool" where the template knows no tool; ValueError if it shows neither."""
+        if role not in self._roles and self._has_template:
+            said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+            shown = role
+            try:
+                self._render([*said, {"role": role, "content": _HERE}], must_show=True)
+            except (ValueError, TypeError, KeyError):  # templates raise what they like over fields that are not there
+                if role != "tool":
+                    raise
+                shown = "user"
+            self._roles[role] = shown
+        return self._roles.get(role, role)
 
     def _safe(self, message: Message) -> Message:
         """The message with a placeholder for every special token's spelling, which templates pass through."""
         content = self._spelling.sub(
             lambda found: f"{_OPEN}{self._spellings.index(found[0])}{_CLOSE}", _clean(message["content"])
         )
-        return {**message, "content": content}
+        role = message.get("role")
+        return {**message, "content": content, **({"role": self._shown_role(role)} if role == "tool" else {})}
 
     def _render(self, messages: Sequence[Message], must_show: bool = False) -> str:
+        if not self._has_template:
+            return "".join(message["content"] for message in messages)
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
@@ -130,24 +178,47 @@ class Codec:
             raise ValueError("the chat template does not show every message once: it cannot frame observations")
         return text
 
-    def _encode(self, rendered: str, observation_ids: Sequence[int] = ()) -> list[int]:
+    def _continue(self, context: str, text: str) -> list[int]:
+        """Ids of `text` as they follow `context` in one encoding of both, wherever that has a boundary there."""
+        if self._spelling.match(text):
+            context = ""
+        for before in filter(None, (context, self._anchor)):
+            start, whole = self._encode(before), self._encode(before + text)
+            if whole[: len(start)] == start:
+                return whole[len(start) :]
+        return self._encode(text)
+
+    def _encode(self, rendered: str) -> list[int]:
         """A rendered template: its own special tokens are special, placeholders are text again."""
-        ids: list[int] = []
-        for piece in _PLACE.split(rendered):
-            if piece == _HERE:
-                ids += observation_ids
-            elif piece.startswith(_OPEN):
-                ids += self._plain(self._spellings[int(piece[1:-1])])
-            elif piece:
-                ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        if _OPEN not in rendered:
+            ids = self._tokenizer.encode(rendered, add_special_tokens=False)
+            own = [self._ids[text] for text in self._spelling.findall(rendered)]
+            if [i for i in ids if i in self._named] == [i for i in own if i in self._named]:
+                return ids
+        ids, left = [], ""
+        pieces = re.split(f"({self._spelling.pattern})", rendered)
+        for place in range(0, len(pieces), 2):
+            text, right = pieces[place], (pieces[place + 1] if place + 1 < len(pieces) else "")
+            text = text.lstrip() if left and self._strips.get(left, (False, False))[1] else text
+            text = text.rstrip() if right and self._strips.get(right, (False, False))[0] else text
+            ids += self._plain(_PLACE.sub(lambda found: self._spellings[int(found[1])], text), bool(left))
+            ids += [self._ids[right]] if right else []
+            left = right
         return ids
 
-    def _plain(self, text: str) -> list[int]:
+    def _plain(self, text: str, after_special: bool = False) -> list[int]:
         """Ids of untrusted text.
 
         What the tokenizer would still take for special becomes `<unk>`, or is dropped where there is none.
         """
-        ids = self._tokenizer.encode(_clean(text), add_special_tokens=False, split_special_tokens=True)
+        text = _clean(text)
+        if not text:
+            return []
+        encode = functools.partial(self._tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+        ids = encode(text)
+        if after_special and self._lead:
+            start, whole = encode(self._lead), encode(self._lead + text)
+            ids = whole[len(start) :] if whole[: len(start)] == start else ids
         if not self._special.isdisjoint(ids):
             ids = [self._unknown if i in self._special else i for i in ids]
             ids = [i for i in ids if i is not None]

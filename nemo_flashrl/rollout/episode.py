@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ async def _play(
         if result.done:
             return "done"
         if number + 1 < limits.max_turns:
-            turn = await _observe(codec, episode, text, result, limits)
+            turn = await _observe(codec, episode, text, result, limits, sampling.stop_token_ids)
             kept = 0 if turn.starts_segment else len(context) + len(action.token_ids)
             if kept + len(turn.observation_ids) >= limits.max_context:
                 return "token_limit"
@@ -170,11 +170,14 @@ async def _play(
     return "turn_limit"
 
 
-async def _observe(codec: Codec, episode: _Episode, said: str, result: StepResult, limits: Limits) -> Turn:
+async def _observe(
+    codec: Codec, episode: _Episode, said: str, result: StepResult, limits: Limits, stops: Sequence[int]
+) -> Turn:
     """The last turn with what the policy sees next, which `episode.messages` then show too."""
     action = episode.turns[-1].action
     seen = await _shortened(codec, result.observation, limits, episode.counts)
-    ids, new_segment = _encoded("step", codec.next_ids, episode.messages, said, action.token_ids, seen, result.role)
+    shown = seen, result.role
+    ids, new_segment = _encoded("step", codec.next_ids, episode.messages, said, action.token_ids, *shown, stops)
     episode.messages = [
         *episode.messages,
         {"role": "assistant", "content": said},

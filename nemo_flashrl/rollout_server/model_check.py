@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from nemo_flashrl.weight_sync.hf_config import check_folder, refuse_lfs_pointer
+
 SMALLEST_CPU_HEAD = 32  # of vLLM's attention on a CPU; a smaller one kills the engine at its first request
 
 
@@ -14,8 +16,9 @@ def check_model(folder: Path, accelerated: bool) -> None:
     Raises:
         ValueError: it is such a folder.
     """
-    if not folder.is_dir():
-        raise ValueError(f"model.path={str(folder)!r}: no such folder; give a Hugging Face checkpoint folder")
+    check_folder(folder)
+    if (folder / "config.json").is_file():
+        refuse_lfs_pointer(folder / "config.json")
     try:
         config = json.loads((folder / "config.json").read_text())
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

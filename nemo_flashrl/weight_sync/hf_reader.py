@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nemo_flashrl.weight_sync.hf_config import refuse_lfs_pointer
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TIED = "lm_head.weight"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by safetensors' names
@@ -109,6 +111,7 @@ class HfTensors:
     def _open(self, file: Path) -> Any:
         if not file.is_file():
             raise ValueError(f"{self.folder / INDEX} names {file.name}, which is not there: copy it again")
+        refuse_lfs_pointer(file)
         try:
             return safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:

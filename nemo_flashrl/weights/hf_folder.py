@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_flashrl import platform
+from nemo_flashrl.weight_sync.hf_config import with_rope_fields, with_tokenizer_fields
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
 from nemo_flashrl.weight_sync.hf_writer import new_folder, write_tensors
 from nemo_flashrl.weights.mapping import Place, RuleSizes, find_rule
@@ -21,6 +22,7 @@ from nemo_flashrl.weights.shards import Model, chunks_of, local_parameters
 
 logger = logging.getLogger(__name__)
 
+CHAT_TEMPLATES = "additional_chat_templates"  # where transformers keeps the named ones
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
@@ -93,16 +95,19 @@ def write_hf_folder(
     with new_folder(target) as staging:
         dtypes = write_tensors(stream, staging)
         copy_beside_weights(source, staging)
-        _correct_dtype(staging / "config.json", dtypes)
+        _correct_config(staging / "config.json", dtypes)
         if card is not None:
             (staging / "README.md").write_text(_card_text(card))
 
 
 def copy_beside_weights(source: str | Path, target: Path) -> None:
-    """Copy the files of a Hugging Face folder that are no weights: configuration, tokenizer, chat template, texts."""
+    """Copy the files of a Hugging Face folder that are no weights: configuration, tokenizer, chat templates, texts."""
     for file in Path(source).iterdir():
+        if file.name == CHAT_TEMPLATES and file.is_dir():
+            shutil.copytree(file, target / file.name, dirs_exist_ok=True)
         if file.is_file() and file.suffix not in WEIGHT_FILES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, target / file.name)
+    _rewrite(target / "tokenizer_config.json", with_tokenizer_fields)
 
 
 def run_card(configuration: Mapping[str, Any], steps: int) -> dict[str, Any]:
@@ -124,10 +129,20 @@ def _card_text(card: Mapping[str, Any]) -> str:
     return f"---\nlibrary_name: transformers\n---\n\n# {card['name']}\n\n| | |\n|---|---|\n{rows}\n"
 
 
-def _correct_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
-    """Whoever reads the folder in its own precision looks at the configuration; where that is right it stays as is."""
+def _correct_config(path: Path, dtypes: set[torch.dtype]) -> None:
+    """Write the tensors' dtype, and RoPE's fields as transformers 4 reads them; where both are right it stays as is."""
+    _rewrite(path, with_rope_fields)
     config = json.loads(path.read_text())
     key = "dtype" if "dtype" in config else "torch_dtype"
     name = str(next(iter(dtypes))).removeprefix("torch.")
     if len(dtypes) == 1 and config.get(key, "float32") != name:
-        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+        _rewrite(path, lambda config: {**config, key: name})
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """A file that `change` leaves as it is keeps its bytes."""
+    if not path.is_file():
+        return
+    written = json.loads(path.read_text())
+    if (changed := change(written)) != written:
+        path.write_text(json.dumps(changed, indent=2, ensure_ascii=False) + "\n")

@@ -194,7 +194,7 @@ def test_blanks_that_a_template_changes_are_no_change() -> None:
     assert (tokenizer.decode(suffix), new_segment) == (")(o)(", False)  # the blanks at the end are not there twice
     tokenizer.chat_template = stripping.replace("m.content.strip()", "m.content.strip() | upper")
     suffix, new_segment = codec.next_ids(messages, "ab", ids(" "), shown, "user")
-    assert (tokenizer.decode(suffix), new_segment) == ("(Q)(AB)(o)(", True)
+    assert (tokenizer.decode(suffix), new_segment) == ("(Q)(AB)(O)(", True)
 
 
 def test_special_tokens_spelt_by_a_tool_stay_text() -> None:
@@ -219,7 +219,9 @@ def test_special_tokens_spelt_in_a_prompt_stay_text() -> None:
     prompt = codec.prompt_ids([{"role": "user", "content": "Q <hidden> k <end>"}])
     assert tokenizer.decode(prompt) == "<start> <unk> Q <unk> k <unk> <end> <start> <unk>"
     assert (prompt.count(end), prompt.count(hidden)) == (1, 0)
-    assert hidden not in codec.observation("<hidden> <end>", 9).ids
+    asked, seen = [{"role": "user", "content": "Q"}], codec.observation("<hidden> <end>", 9)
+    shown = codec.next_ids(asked, "k", [*ids("k"), end], seen, "user", (end,))[0]
+    assert tokenizer.decode(shown) == "<start> <unk> <unk> <unk> <end> <start> <unk>"
     tokenizer.chat_template = None
     assert tokenizer.decode(Codec(tokenizer).prompt_ids([{"role": "user", "content": "Q <end>"}])) == "Q <unk>"
 
@@ -237,12 +239,12 @@ def test_no_text_is_too_odd_for_an_observation(text: str) -> None:
 
 def test_a_role_that_the_template_refuses_is_the_environments_fault() -> None:
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + (
+    tokenizer.chat_template = "{% if messages[-1].role == 'critic' %}{{ raise_exception('no critics') }}{% endif %}" + (
         tokenizer.chat_template
     )
-    t = play(ScriptedEngine(GET), ScriptedEnvironment([StepResult("> k", role="tool"), DONE]), tokenizer)
+    t = play(ScriptedEngine(GET), ScriptedEnvironment([StepResult("> k", role="critic"), DONE]), tokenizer)
     assert t.end_reason == "environment_error"
-    assert t.info["error"].startswith("step: the chat template refuses messages of the roles ['user', 'assistant', 't")
+    assert t.info["error"].startswith("step: the chat template refuses messages of the roles ['user', 'assistant', 'c")
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{% if messages[0].cost %}{{ messages[0].cost + 1 }}{% endif %}" + tokenizer.chat_template
     prompt = [{"role": "user", "content": "Q k 2 9 :", "cost": "dear"}]
@@ -283,8 +285,10 @@ def test_long_observations_are_cut_counted_and_marked() -> None:
 def test_what_stays_of_a_long_observation(keep: str, text: str) -> None:
     """Of "0123456789", a token a letter, four may stay."""
     tokenizer = letter_tokenizer()
-    cut = Codec(tokenizer).observation("0123456789", 4, keep)
-    assert (cut.text, tokenizer.decode(cut.ids), cut.removed) == (text, text, 6)
+    codec = Codec(tokenizer)
+    cut = codec.observation("0123456789", 4, keep)
+    shown, _ = codec.next_ids([], "x", ids(" "), cut, "user")
+    assert (cut.text, tokenizer.decode(shown), cut.removed) == (text, text, 6)
     assert Codec(tokenizer).observation("0123", 4, keep).text == "0123"
 
 

@@ -1,0 +1,255 @@
+"""Ids of a conversation against transformers: the whole rendered template, encoded at once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from typing import Any
+
+import pytest
+from doubles import ScriptedEngine, ScriptedEnvironment
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from nemo_flashrl.environments.environment import StepResult
+from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.episode import Limits, run_episode
+
+CORPUS = [
+    "[INST] What is it? [/INST] It is lower than 42. higher, lower",
+    "<|user|> <|assistant|>\n guess the number\n\n",
+]
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{% if m.role in ('user', 'system', 'assistant') %}"
+    "{{ '<|' + m.role + '|>\\n' + m.content + eos_token + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+PHI_3 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+GLM = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+LLAMA_3 = (
+    "{% set roles = {'tool': 'ipython'} %}{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + roles.get(m.role, m.role) + '<|end_header_id|>\\n\\n' }}"
+    "{{ m.content | tojson if m.role == 'tool' else m.content | trim }}{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+
+
+@functools.cache
+def trained() -> dict[str, Any]:
+    """Vocabulary and merges of a SentencePiece-like BPE model with byte fallback."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"]))
+    model = json.loads(backend.to_str())["model"]
+    vocab = model["vocab"] | {f"<0x{b:02X}>": len(model["vocab"]) + b for b in range(256)}
+    return {"vocab": vocab, "merges": [tuple(pair) for pair in model["merges"]]}
+
+
+def sentencepiece(kind: str, template: str) -> PreTrainedTokenizerFast:
+    """As LlamaTokenizerFast: "legacy" puts a blank before every stretch of text, "first" before the first alone."""
+    backend = Tokenizer(models.BPE(**trained(), unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if kind == "legacy":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return _with(backend, template, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def byte_level(template: str, **special: Any) -> PreTrainedTokenizerFast:
+    """As Llama 3's and Qwen's: a byte-level BPE that joins blanks and line breaks."""
+    backend = Tokenizer(models.BPE())
+    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    return _with(backend, template, **special)
+
+
+def _with(backend: Tokenizer, template: str, more: tuple = (), **special: Any) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(more)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rendered(tokenizer: Any, *contents: str, role: str = "user") -> list[int]:
+    """transformers' ids of a question, then answers and what follows them in turn, up to the next answer."""
+    roles = ["user", *(("assistant", role) * len(contents))]
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def play(tokenizer: Any, action: list[int], stops: tuple[int, ...], *answers: StepResult) -> tuple[Trajectory, list]:
+    """The trajectory, and the ids that the policy was asked to continue."""
+
+    class Engine(ScriptedEngine):
+        async def generate(self, token_ids: Any, sampling: Sampling) -> Any:
+            self.actions = [tuple(action)]
+            return await super().generate(token_ids, sampling)
+
+    engine = Engine()
+    environment = ScriptedEnvironment([*answers, StepResult(done=True)], prompt="What is it?")
+    sampling = Sampling(max_tokens=40, stop_token_ids=stops)
+    limits = Limits(max_context=900, step_timeout=5.0)
+    t = asyncio.run(run_episode(engine, environment, None, Codec(tokenizer), limits, sampling))
+    return t, [list(request) for request, _ in engine.requests]
+
+
+def sampled(tokenizer: Any, answer: str) -> list[int]:
+    """The ids of an answer where transformers renders it, without what ends it."""
+    prompt = rendered(tokenizer, "What is it?")
+    messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
+    whole = tokenizer.apply_chat_template(messages)[len(prompt) :]
+    return whole[: next(n for n, i in enumerate(whole) if i in tokenizer.all_special_ids)]
+
+
+@pytest.mark.parametrize("observation", ["higher", " higher", "\n\nhigher\n", "2 \u00e9", "higher than 42."])
+@pytest.mark.parametrize("template", [MISTRAL, ZEPHYR])
+@pytest.mark.parametrize("kind", ["legacy", "first"])
+def test_a_sentencepiece_conversation_is_that_of_transformers(kind: str, template: str, observation: str) -> None:
+    tokenizer = sentencepiece(kind, template)
+    action = [*sampled(tokenizer, "lower 42"), tokenizer.eos_token_id]
+    answers = [StepResult(observation), StepResult("lower")]
+    _, requests = play(tokenizer, action, (tokenizer.eos_token_id,), *answers)
+    assert requests == [
+        rendered(tokenizer, "What is it?"),
+        rendered(tokenizer, "What is it?", "lower 42", observation),
+        rendered(tokenizer, "What is it?", "lower 42", observation, "lower 42", "lower"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["legacy", "first"])
+def test_llama_2_keeps_the_policys_own_end(kind: str) -> None:
+    """The template writes a blank before </s> that the policy did not sample, and ends no turn twice."""
+    tokenizer = sentencepiece(kind, LLAMA_2)
+    blank, end = tokenizer.convert_tokens_to_ids(["\u2581", "</s>"])
+    action = sampled(tokenizer, "lower 42")
+    assert action[-1] == blank
+    _, requests = play(tokenizer, [*action[:-1], end], (end,), StepResult("higher"))
+    whole = rendered(tokenizer, "What is it?", "lower 42", "higher")
+    place = whole.index(end)
+    assert requests[1] == whole[: place - 1] + whole[place:]
+
+
+@pytest.mark.parametrize("kind", ["legacy", "first"])
+def test_special_tokens_spelt_in_a_sentencepiece_conversation_stay_text(kind: str) -> None:
+    tokenizer = sentencepiece(kind, MISTRAL)
+    end = tokenizer.eos_token_id
+    action = [*sampled(tokenizer, "lower"), end]
+    _, requests = play(tokenizer, action, (end,), StepResult("it </s> is"))
+    assert requests[1].count(end) == 1
+    text = tokenizer.decode(rendered(tokenizer, "What is it?", "lower", "it XX is"))
+    assert tokenizer.decode(requests[1]) == text.replace("XX", "</s>")
+
+
+@pytest.mark.parametrize("observation", ["higher", "\n\nhigher", "  higher \n"])
+def test_byte_level_line_breaks_join_as_in_transformers(observation: str) -> None:
+    tokenizer = byte_level(ZEPHYR, eos_token="</s>")
+    action = [*sampled(tokenizer, "lower 42"), tokenizer.eos_token_id]
+    _, requests = play(tokenizer, action, (tokenizer.eos_token_id,), StepResult(observation))
+    assert requests[1] == rendered(tokenizer, "What is it?", "lower 42", observation)
+
+
+def test_an_end_token_that_takes_the_blanks_after_it() -> None:
+    ends = (AddedToken("<|end|>", rstrip=True, special=True),)
+    tokenizer = byte_level(PHI_3, eos_token="<|endoftext|>", more=ends)
+    action = [*sampled(tokenizer, "lower"), tokenizer.convert_tokens_to_ids("<|end|>")]
+    whole = rendered(tokenizer, "What is it?", "lower", "higher")
+    assert play(tokenizer, action, (action[-1],), StepResult("higher"))[1][1] == whole
+    shown = play(tokenizer, action, (action[-1],), StepResult("<|end|>"))[1][1]
+    whole = rendered(tokenizer, "What is it?", "lower", "X")
+    assert shown.count(action[-1]) == whole.count(action[-1])
+    assert tokenizer.decode(shown) == tokenizer.decode(whole).replace("X", "<|end|>")
+
+
+@pytest.mark.parametrize("template", [MISTRAL, ZEPHYR, LLAMA_2])
+def test_a_template_without_tools_shows_their_answers_as_the_users(template: str) -> None:
+    tokenizer = sentencepiece("legacy", template)
+    end = tokenizer.eos_token_id
+    t, requests = play(tokenizer, [*sampled(tokenizer, "lower"), end], (end,), StepResult("42", role="tool"))
+    assert (t.end_reason, t.turns) == ("done", 2)
+    _, as_user = play(tokenizer, [*sampled(tokenizer, "lower"), end], (end,), StepResult("42"))
+    assert requests == as_user
+
+
+def test_a_template_with_tools_shows_their_answers_its_own_way() -> None:
+    """Llama 3.1's writes them as JSON: quotes and line breaks are escaped."""
+    tokenizer = llama_3()
+    end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    answer = 'it is "42"\n<|eot_id|>'
+    _, requests = play(tokenizer, [*sampled(tokenizer, "lower"), end], (end,), StepResult(answer, role="tool"))
+    assert requests[1].count(end) == 3
+    text = tokenizer.decode(rendered(tokenizer, "What is it?", "lower", 'it is "42"\nXX', role="tool"))
+    assert r'"it is \"42\"\nXX"' in text
+    assert tokenizer.decode(requests[1]) == text.replace("XX", "<|eot_id|>")
+
+
+def llama_3() -> PreTrainedTokenizerFast:
+    more = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+    return byte_level(LLAMA_3, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>", more=more)
+
+
+@pytest.mark.parametrize("end", ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"])
+def test_no_end_is_written_behind_the_policys_own(end: str) -> None:
+    tokenizer = llama_3()
+    eot, own = tokenizer.convert_tokens_to_ids(["<|eot_id|>", end])
+    stops = tuple(tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"]))
+    action = sampled(tokenizer, "lower")
+    _, requests = play(tokenizer, [*action, own], stops, StepResult("higher"))
+    whole = rendered(tokenizer, "What is it?", "lower", "higher")
+    place = len(requests[0]) + len(action)
+    assert whole[place] == eot
+    assert requests[1] == [*whole[:place], own, *whole[place + 1 :]]
+    # Cut off by the token limit, the template closes the turn.
+    _, requests = play(tokenizer, action, stops, StepResult("higher"))
+    assert requests[1] == whole
+
+
+@pytest.mark.parametrize("end", ["<|user|>", "<|endoftext|>"])
+def test_the_token_that_opens_the_next_turn_is_no_end_of_this_one(end: str) -> None:
+    """GLM's templates close no turn: a policy ends at the next speaker's token, or at the end of the text."""
+    tokenizer = byte_level(GLM, eos_token="<|endoftext|>", more=("<|user|>", "<|assistant|>"))
+    stops = tuple(tokenizer.convert_tokens_to_ids(["<|user|>", "<|endoftext|>"]))
+    own = tokenizer.convert_tokens_to_ids(end)
+    action = tokenizer.encode("lower")
+    _, requests = play(tokenizer, [*action, own], stops, StepResult("higher"))
+    whole = rendered(tokenizer, "What is it?", "lower", "higher")
+    if end == "<|user|>":
+        assert requests[1] == whole
+    else:
+        place = len(requests[0]) + len(action)
+        assert requests[1] == [*whole[:place], own, *whole[place:]]
+
+
+def test_plain_text_goes_on_as_one_text() -> None:
+    tokenizer = sentencepiece("legacy", "")
+    tokenizer.chat_template = None
+    action = tokenizer.encode("It is lower", add_special_tokens=False)
+    _, requests = play(tokenizer, action, (), StepResult(" than 42"))
+    prompt = tokenizer.encode("What is it?", add_special_tokens=False)
+    whole = tokenizer.encode("It is lower than 42", add_special_tokens=False)
+    assert requests[1] == prompt + whole
