@@ -19,6 +19,7 @@ from nemo.collections.llm.gpt.model.qwen3 import HFQwen3Importer, Qwen3Model
 from nemo_flashrl import platform
 from nemo_flashrl.models.rope_scaling import rope_kind, with_rope_scaling
 from nemo_flashrl.models.segment_attention import segment_layer_spec
+from nemo_flashrl.weights.model_shape import read_hf_json
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path={str(folder)!r} holds no config.json: give a Hugging Face checkpoint folder")
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
+    config = read_hf_json(path)
     family = FAMILIES.get(config.get("model_type"))
     if family is None:
         raise ValueError(
@@ -124,8 +122,8 @@ def _imported(importer: type, folder: Path) -> llm.GPTConfig:
             config["torch_dtype"] = "float32"
         (Path(copy) / "config.json").write_text(json.dumps(config))
         generation = folder / "generation_config.json"
-        text = generation.read_text() if generation.is_file() else "{}"
-        (Path(copy) / "generation_config.json").write_text(text)
+        found = read_hf_json(generation) if generation.is_file() else {}
+        (Path(copy) / "generation_config.json").write_text(json.dumps(found))
         reader = importer(copy)
         reader.trust_remote_code = False
         return reader.config

@@ -5,7 +5,6 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
+from nemo_flashrl.weights.model_shape import read_hf_json
 
 NEEDED = (  # of every family's config.json
     "model_type",
@@ -67,11 +67,10 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
             f"model.path={config.model.path!r} holds no config.json: give a Hugging Face checkpoint folder, or a NeMo "
             "checkpoint for the command that makes one of it"
         )
-    try:
-        hf_config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model.path={config.model.path!r}: config.json is not JSON ({error})") from error
-    missing = [name for name in NEEDED if not (isinstance(hf_config, dict) and hf_config.get(name))]
+    hf_config = read_hf_json(path)
+    if (generation := folder / "generation_config.json").is_file():
+        read_hf_json(generation)
+    missing = [name for name in NEEDED if not hf_config.get(name)]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}: copy it again")
     heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
@@ -131,8 +130,8 @@ def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0]
+    except Exception as error:  # the class of what the tokenizers package raises for a broken file
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"model.path={config.model.path!r} holds no loadable tokenizer ({first})") from error
     if len(tokenizer) > vocab_size:
         raise ValueError(

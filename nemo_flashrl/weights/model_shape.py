@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -88,12 +90,46 @@ FAMILIES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok"),
+)
+
+
+def read_hf_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a Hugging Face folder, its sizes whole numbers.
+
+    Raises:
+        ValueError: one line with the file and the line in it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:  # json's own word has the line
+        raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not a JSON object: copy it again")
+    for name in SIZES:
+        if not _is_size(found.get(name)):
+            line = 1 + text[: text.index(f'"{name}"')].count("\n")
+            raise ValueError(f"{path}:{line}: {name}={found[name]!r} must be a whole number")
+    return found
+
+
+def _is_size(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+
+
 def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """Read a `config.json` of one of `FAMILIES`.
 
     Raises:
-        ValueError: a family that is not known, or a size that is missing.
+        ValueError: a family that is not known, or a size that is missing or no whole number.
     """
+    for name in SIZES:
+        if not _is_size(config.get(name)):
+            raise ValueError(f"the model's config.json: {name}={config[name]!r} must be a whole number")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
