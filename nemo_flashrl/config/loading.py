@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
 
 from nemo_flashrl.config.overrides import (
     hydra_override,
@@ -68,7 +69,7 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
                 OmegaConf.update(merged, key, "")
         _expand_paths(merged)
         config = OmegaConf.to_object(merged)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ValueError(_one_line(error, path)) from error
     check(config)
     return config
@@ -94,16 +95,33 @@ def load_saved(path: Path) -> RunConfig:
     try:
         saved = with_new_names(OmegaConf.load(path))
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), saved))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ValueError(_one_line(error, path)) from error
 
 
 def read_plain(path: Path) -> dict[str, Any]:
-    """What `save` wrote, unchecked, renamed keys under their new names."""
-    return OmegaConf.to_container(with_new_names(OmegaConf.load(path)))
+    """What `save` wrote, unchecked, renamed keys under their new names.
+
+    Raises:
+        ValueError: the file is not YAML.
+    """
+    try:
+        return OmegaConf.to_container(with_new_names(OmegaConf.load(path)))
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(_one_line(error, path)) from error
 
 
 def _one_line(error: Exception, path: Path) -> str:
+    if isinstance(error, MarkedYAMLError):  # the file may be one that `defaults` names
+        mark = error.problem_mark or error.context_mark
+        hint = ": indent with spaces" if "'\\t'" in str(error.problem) else ""
+        opened = f", in what begins at line {error.context_mark.line + 1}" if error.context_mark else ""
+        return f"{mark.name}:{mark.line + 1}: {error.problem}{opened}{hint}"
+    if isinstance(error, UnicodeDecodeError):
+        line = error.object.count(b"\n", 0, error.start) + 1
+        return f"{path}:{line}: not UTF-8 text ({error.reason})"
+    if isinstance(error, YAMLError):
+        return f"{path}: {' '.join(str(error).split())}"
     cause = error.__cause__ or error
     key = getattr(cause, "full_key", None) or getattr(error, "full_key", None)
     if type(cause).__name__ in {"ConfigKeyError", "ConfigAttributeError"} and key:

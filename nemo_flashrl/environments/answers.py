@@ -13,15 +13,25 @@ import functools
 import multiprocessing
 import re
 import resource
+from collections import deque
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-_BOX = "\\boxed{"
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one is a letter of the answer
 _MAX_BOXES = 20  # that are looked at, from the end
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?")
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,4})?")
 _RATIO = re.compile(r"([+-]?)(?:\\[dt]?frac\{([+-]?\d+)\}\{(\d+)\}|(\d+)/(\d+))")
+
+# Plain text that math-verify would read the beginning of: 4 of 4√2, 4 of 4 sqrt(2), 2 of 2**3.
+_LATEX = (
+    (re.compile(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)|√\(([^()]*)\)|√(\d+|[A-Za-z])"), r"\\sqrt{\1\2\3}"),
+    (re.compile(r"\*\*(?:\(([^()]*)\)|([+-]?[\d.]+|[A-Za-z]|\\sqrt\{[^{}]*\}))"), r"^{\1\2}"),
+)
+_NOT_LATEX = re.compile(r"√|\*\*|(?<![\\A-Za-z])sqrt\(")
+_DIGITS = 200  # of a constant whose value no rule decides
 
 MAX_ANSWER = 2000  # characters; a longer answer is wrong without a look
 _SECONDS = 20.0
@@ -35,22 +45,20 @@ def boxed_answer(text: str) -> str | None:
     >>> boxed_answer("so \\\\boxed{1} or rather \\\\boxed{\\\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
     """
-    end = len(text)
-    for _ in range(_MAX_BOXES):
-        begin = text.rfind(_BOX, 0, end)
-        if begin < 0:
-            break
-        depth, start = 1, begin + len(_BOX)
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
+    for box in reversed(deque(_BOX.finditer(text), _MAX_BOXES)):
+        depth = 1
+        for brace in _BRACE.finditer(text, box.end()):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if not depth:
-                return text[start:position].strip()
-        end = begin
+                return text[box.end() : brace.start()].strip()
     return None
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact value of an integer, a decimal, a/b or \\frac{a}{b}, thousands apart by commas or not; else None."""
+    """The exact value of an integer, a decimal (1.5e-7 too), a/b or \\frac{a}{b}, thousands apart by commas or not.
+
+    None for anything else.
+    """
     text = text.strip().strip("$").replace("\\,", "").replace("\\!", "").replace(" ", "").rstrip(".")
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
@@ -75,11 +83,53 @@ async def is_equal(answer: str, right: str) -> bool:
 
 
 def verify(answer: str, right: str) -> bool:
-    """By math-verify: expressions, sets, intervals, equations. Runs in a worker's main thread, for its time limits."""
-    from math_verify import parse
+    """Exactly where both are exact constants, else by math-verify: expressions, sets, intervals, equations, and a
+    decimal beside an irrational number, which may be rounded. Runs in a worker's main thread, for its time limits.
+    """
     from math_verify import verify as same
 
-    return same(parse(f"${right}$"), parse(f"${answer}$"))
+    given, expected = _parsed(answer), _parsed(right)
+    if not (given and expected):
+        return False
+    one, other = given[0], expected[0]
+    if not (_is_constant(one) and _is_constant(other)):
+        return same(expected, given, numeric_precision=_DIGITS)
+    apart = abs(one.evalf(30) - other.evalf(30))  # of what is clearly apart, nothing long is worked out: 9^{9^9}
+    if apart.is_Float and apart > 1e-3 * abs(other.evalf(30)) + 1e-25:
+        return False
+    one, other = one.doit(), other.doit()
+    if one.is_irrational and _is_decimal(right) or other.is_irrational and _is_decimal(answer):
+        return bool(one.round(6) == other.round(6) and abs(one - other) < abs(other) / 1000)
+    difference = one - other
+    known = difference.equals(0)
+    if known is None:  # undecided: so many digits of both agree
+        known = abs(difference.evalf(_DIGITS)) <= abs(other.evalf(_DIGITS)) * 10 ** (20 - _DIGITS)
+    return bool(known)
+
+
+def _parsed(text: str) -> list[Any]:
+    """What math-verify reads in an answer, the expression first; empty where it would read only the beginning."""
+    from math_verify import parse
+    from sympy import Rational
+
+    number = as_number(text)
+    if number is not None:
+        return [Rational(number.numerator, number.denominator)]
+    for pattern, latex in _LATEX:
+        text = pattern.sub(latex, text)
+    return [] if _NOT_LATEX.search(text) else parse(f"${text}$")
+
+
+def _is_constant(expression: Any) -> bool:
+    """Whether it is one number, written exactly; a percentage may stand for a number or its hundredth."""
+    from sympy import Expr, Float, UnevaluatedExpr
+
+    exact = isinstance(expression, Expr) and not expression.has(Float, UnevaluatedExpr)
+    return exact and expression.is_number and expression.is_finite is not False
+
+
+def _is_decimal(text: str) -> bool:
+    return as_number(text) is not None and bool(re.search(r"[.eE]", text.strip().rstrip(".")))
 
 
 async def score(function: Callable[..., float], *arguments: Any) -> float:

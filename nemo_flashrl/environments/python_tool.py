@@ -77,6 +77,8 @@ class PythonTool:
     async def step(self, action: str) -> StepResult:
         try:
             calls = parse_tool_calls(action, _TOOLS)
+            if not all(isinstance(call.arguments["code"], str) for call in calls):
+                raise MalformedCall('the argument "code" of python must be a string')
         except MalformedCall as error:
             return malformed(error, self._settings.on_malformed)
         if calls:

@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"{error}: pip install 'nemo_flashrl[environments]'") from error
 
-# They reach out of the game: to files, or to another state of it.
-_FORBIDDEN = frozenset({"save", "restore", "restart", "quit", "q", "script", "transcript", "undo", "verify", "version"})
-_LONGEST_COMMAND = 200
+# Words that reach out of the game: to files, to another state of it, to what its rooms hide. No object has such a name.
+# The interpreter reads nine letters of a word, and fewer where an underscore is among them.
+_META = re.compile(
+    r"(save|restore|restart|quit|script|undo|verify|version|restrict|enable|disable)$|transcrip|print_st|tw-"
+)
+_CLAUSE_STARTS = (".", ",", "then", "oops", "o")  # before a command; elsewhere "q" is part of a name: type Q box
+_LONGEST_COMMAND = 190  # the interpreter cuts at 198, which would make another command of it
 _STATUS_LINE = re.compile(r"\n> +-=.*")  # the interpreter's: room, score and number of moves
 _PARSER = threading.Lock()  # TextWorld makes and reads games with one parser, which threads bring out of step
 _INSTRUCTION = "You play a text game. Answer each time with one command on a line of its own, such as: go east"
@@ -110,7 +115,7 @@ class TextWorld:
 
     async def step(self, action: str) -> StepResult:
         command = _last_line(action)
-        if not command or command.split()[0].lower() in _FORBIDDEN:
+        if not command or _leaves_the_game(command):
             return StepResult(observation="That is no command of this game.")
         state, score, done = await asyncio.to_thread(self._step, command)
         reward, self._score = (score - self._score) / state.max_score, score
@@ -147,6 +152,14 @@ class TextWorld:
         if self._settings.show_commands:
             text += f"\n\nPossible: {', '.join(state.admissible_commands)}"
         return text
+
+
+def _leaves_the_game(command: str) -> bool:
+    """Whether any of the commands in one line is none of the game; a backslash is for the interpreter itself."""
+    words = [".", *re.findall(r'[.,"]|[^\s.,"]+', command.lower())]
+    return "\\" in command or any(
+        _META.match(word) or (word == "q" and before in _CLAUSE_STARTS) for before, word in pairwise(words)
+    )
 
 
 def _last_line(action: str) -> str:

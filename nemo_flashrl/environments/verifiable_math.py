@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def read_tasks(settings: Settings) -> list[Task]:
     """The questions of `settings.path`.
 
     Raises:
-        ValueError: no such file, or a line that is not an object with both fields.
+        ValueError: no such file, or a line that is not an object with a question and an answer.
     """
     path = Path(settings.path)
     if not path.is_file():
@@ -77,14 +78,29 @@ def read_tasks(settings: Settings) -> list[Task]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-            tasks.append(Task(str(record[settings.question_field]), str(record[settings.answer_field])))
+            # Numbers stay as they are written: Python's floats would turn 0.00001 into 1e-05 and round long decimals.
+            record = json.loads(line, parse_float=str, parse_int=str)
+            tasks.append(Task(_text(record, settings.question_field), _answer(record, settings.answer_field)))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}:{number}: a JSON object with {settings.question_field!r} and {settings.answer_field!r} is "
                 f"needed ({type(error).__name__}: {error})"
             ) from error
     return tasks
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    value = record[name]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{name}={json.dumps(value):.100} is neither text nor a number")
+    return value
+
+
+def _answer(record: dict[str, Any], name: str) -> str:
+    answer = _text(record, name)
+    if boxed_answer(answer) == "":
+        raise ValueError(f"{name}={json.dumps(answer):.100} is an empty box")
+    return answer
 
 
 class VerifiableMath:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from nemo_flashrl.launch.parent import end_with_parent
 from nemo_flashrl.launch.slurm import hosts
@@ -81,18 +84,30 @@ def read_block(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--config-name", required=True)
     options, overrides = parser.parse_known_args(arguments)
     path = Path(options.config_path, options.config_name)
-    block = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides))
+    block = OmegaConf.load(path)
+    for pair in overrides:
+        key, _, text = pair.partition("=")
+        OmegaConf.update(block, key, _appended(key, text), force_add=True)
     if "flashrl" not in block:
         raise ValueError(f"{path} has no `flashrl` block: choose a job file of nemo_flashrl (rlhf_ppo=flashrl/<name>)")
     block.flashrl.output = os.path.expanduser(block.flashrl.output)
     return OmegaConf.to_container(block, resolve=True)
 
 
+def _appended(key: str, text: str) -> Any:
+    """What YAML makes of a value, but plain text as it is: YAML would refuse a tab and drop spaces at an end."""
+    try:
+        value = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
+    except YAMLError:
+        return text
+    return text if isinstance(value, str) and text[:1] not in ("'", '"') else value
+
+
 def train_arguments(block: dict[str, Any], server_nodes: str | None) -> list[str]:
     """`flashrl train` of a block; `server_nodes` is Slurm's list of the servers' nodes, None where there are none."""
     ours, model, trainer = block["flashrl"], block["model"], block["trainer"]
     settings = [
-        f"output={ours['output']}",
+        f"output={_path(ours['output'])}",
         f"parallel.tensor={model['tensor_model_parallel_size']}",
         f"parallel.pipeline={model['pipeline_model_parallel_size']}",
         f"parallel.context={model.get('context_parallel_size', 1)}",
@@ -105,7 +120,7 @@ def train_arguments(block: dict[str, Any], server_nodes: str | None) -> list[str
         settings += [
             "rollout.engine=vllm",
             f"rollout.servers=[{urls}]",
-            f"rollout.weights_folder={ours['output']}-weights",
+            f"rollout.weights_folder={_path(ours['output'] + '-weights')}",
         ]
     return ["train", ours["config"], *settings, *key_values(ours["settings"])]
 
@@ -113,7 +128,7 @@ def train_arguments(block: dict[str, Any], server_nodes: str | None) -> list[str
 def serve_arguments(block: dict[str, Any]) -> list[str]:
     """`flashrl serve-rollout` of a critic block: as many servers as the node's GPUs make."""
     ours, tensor = block["flashrl"], block["model"]["tensor_model_parallel_size"]
-    settings = [f"output={ours['output']}", f"rollout.weights_folder={ours['output']}-weights"]
+    settings = [f"output={_path(ours['output'])}", f"rollout.weights_folder={_path(ours['output'] + '-weights')}"]
     options = {
         "--host": "0.0.0.0",
         "--port": ours["port"],
@@ -132,12 +147,25 @@ def key_values(settings: dict[str, Any], prefix: str = "") -> list[str]:
     """
     pairs = []
     for name, value in settings.items():
-        pairs += (
-            key_values(value, f"{prefix}{name}.")
-            if isinstance(value, dict)
-            else [f"{prefix}{name}={json.dumps(value)}"]
-        )
+        nested = isinstance(value, dict)
+        pairs += key_values(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}={_literal(value)}"]
     return pairs
+
+
+def _literal(value: Any) -> str:
+    """In the grammar of overrides, where a quoted text stands as it is: JSON's escapes would become part of it."""
+    if isinstance(value, str):
+        return QuotedString(value, Quote.double).with_quotes()
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(name)}: {_literal(item)}" for name, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _path(text: str) -> str:
+    """Quoted where the grammar of overrides would not read it as it is."""
+    return text if re.fullmatch(r"[A-Za-z0-9_./-]+", text) else _literal(text)
 
 
 def _result_file(output: Path) -> Path:

@@ -19,7 +19,7 @@ from nemo.collections.llm.gpt.model.qwen3 import HFQwen3Importer, Qwen3Model
 from nemo_flashrl import platform
 from nemo_flashrl.models.rope_scaling import rope_kind, with_rope_scaling
 from nemo_flashrl.models.segment_attention import segment_layer_spec
-from nemo_flashrl.weight_sync.hf_config import read_config
+from nemo_flashrl.weight_sync.hf_config import read_config, read_hf_json
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def _imported(importer: type, folder: Path) -> llm.GPTConfig:
             config["torch_dtype"] = "float32"
         (Path(copy) / "config.json").write_text(json.dumps(config))
         generation = folder / "generation_config.json"
-        text = generation.read_text() if generation.is_file() else "{}"
-        (Path(copy) / "generation_config.json").write_text(text)
+        found = read_hf_json(generation) if generation.is_file() else {}
+        (Path(copy) / "generation_config.json").write_text(json.dumps(found))
         reader = importer(copy)
         reader.trust_remote_code = False
         return reader.config

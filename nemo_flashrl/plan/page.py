@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from nemo_flashrl.plan.devices import USABLE, Device, find_device
 from nemo_flashrl.plan.fitting import GPUS_OF_A_NODE, check_layout, largest_context, smallest_allocation, stages
 from nemo_flashrl.plan.memory import LAYERS, Layout, StageMemory
 from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time
+from nemo_flashrl.weight_sync.hf_config import read_hf_json
 from nemo_flashrl.weights.model_shape import ModelShape, model_shape
 
 GIB = 2**30
@@ -72,21 +72,14 @@ def _read(model: str, overrides: list[str]) -> tuple[dict[str, Any], dict[str, A
     if file.suffix == ".json":
         if not file.is_file():
             raise ValueError(f"{model!r} holds no config.json: give a Hugging Face folder or a configuration")
-        return _read_json(file), {}
+        return read_hf_json(file), {}
     from nemo_flashrl import config as configuration
 
     run = configuration.load(model, overrides, unneeded=("output", "model.path"))
     source = Path(run.model.path) / "config.json"
     if not run.model.hf_config and not (run.model.path and source.is_file()):
         raise ValueError(f"model.path={run.model.path!r} holds no config.json; model.hf_config may stand for it")
-    return run.model.hf_config or _read_json(source), sizes_of(run)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}): give a Hugging Face folder or its config.json") from error
+    return run.model.hf_config or read_hf_json(source), sizes_of(run)
 
 
 def sizes_of(run: RunConfig) -> dict[str, Any]:

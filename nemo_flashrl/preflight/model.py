@@ -15,7 +15,13 @@ from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.environments.guard import in_words
-from nemo_flashrl.weight_sync.hf_config import context_limit, read_config, refuse_lfs_pointer, with_tokenizer_fields
+from nemo_flashrl.weight_sync.hf_config import (
+    context_limit,
+    read_config,
+    read_hf_json,
+    refuse_lfs_pointer,
+    with_tokenizer_fields,
+)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 NEEDED = (  # of every family's config.json
@@ -70,6 +76,8 @@ def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
             f"run `{command}` once, then model.path={folder}-hf"
         )
     path, hf_config = folder / "config.json", read_config(folder)
+    if (generation := folder / "generation_config.json").is_file():
+        read_hf_json(generation)
     missing = [name for name in NEEDED if not hf_config.get(name)]
     if missing:
         raise ValueError(f"{path} has no {', '.join(missing)}: copy it again")

@@ -11,6 +11,12 @@ from typing import Any
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("num_local_experts", "num_experts", "num_experts_per_tok"),
+)
+
 
 def check_folder(folder: str | Path) -> None:
     """ValueError where `model.path` is no folder; a name on the Hugging Face hub gets the command that downloads it."""
@@ -37,13 +43,32 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"model.path={str(folder)!r} holds no config.json: give a Hugging Face checkpoint folder")
     refuse_lfs_pointer(path)
+    return with_rope_fields(read_hf_json(path))
+
+
+def read_hf_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a Hugging Face folder, its sizes whole numbers.
+
+    Raises:
+        ValueError: one line with the file and the line in it.
+    """
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:  # json's own word has the line
         raise ValueError(f"{path} is not JSON ({error}): copy it again") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object: copy it again")
-    return with_rope_fields(config)
+    for name in SIZES:
+        if not is_size(found.get(name)):
+            line = 1 + text[: text.index(f'"{name}"')].count("\n")
+            raise ValueError(f"{path}:{line}: {name}={found[name]!r} must be a whole number")
+    return found
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value of config.json can count something; None says nothing."""
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
 
 
 def with_rope_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -104,8 +104,8 @@ class HfTensors:
         if not path.is_file():
             return {}
         try:
-            return json.loads(path.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            return dict(json.loads(path.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no index of tensors ({error!r}): copy it again") from error
 
     def _open(self, file: Path) -> Any:

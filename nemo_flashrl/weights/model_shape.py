@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_flashrl.weight_sync.hf_config import SIZES, is_size
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -92,8 +94,11 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     """Read a `config.json` of one of `FAMILIES`.
 
     Raises:
-        ValueError: a family that is not known, or a size that is missing.
+        ValueError: a family that is not known, or a size that is missing or no whole number.
     """
+    for name in SIZES:
+        if not is_size(config.get(name)):
+            raise ValueError(f"the model's config.json: {name}={config[name]!r} must be a whole number")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")

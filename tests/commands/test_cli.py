@@ -164,6 +164,68 @@ def test_a_tokenizer_of_another_model_is_refused(flashrl, model: Path, tmp_path:
     assert "vocab_size is 20" in err
 
 
+YAML = {  # the file's bytes -> the line that is named, and words of the message
+    "tab": (b"algorithm:\n\tname: grpo\n", 2, "indent with spaces"),
+    "open brace": (b"output: x\nalgorithm: {name: grpo\nmodel: {path: y}\n", 3, "in what begins at line 2"),
+    "duplicate key": (b"trainer:\n  steps: 3\noutput: a\noutput: b\n", 4, "found duplicate key output"),
+    "escape": (b'output: "\\q"\n', 1, "unknown escape character 'q'"),
+    "alias": (b"output: *other\n", 1, "undefined alias 'other'"),
+    "encoding": (b"output: a\nmodel: {path: \xff}\n", 2, "not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", YAML)
+def test_a_file_that_is_no_yaml_is_one_line_with_its_line(flashrl, case: str, tmp_path: Path) -> None:
+    content, line, said = YAML[case]
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(content)
+    for command in (["train", file], ["plan", file], ["doctor", "rewards", file]):
+        code, _, err = flashrl(*command)
+        assert code == 2
+        (only,) = err.strip().splitlines()
+        assert only.startswith(f"flashrl {command[0]}: {file}:{line}: ")
+        assert said in only
+
+
+def test_a_group_file_beside_the_own_is_named(flashrl, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("path: a\npath: b\n")
+    (tmp_path / "run.yaml").write_text("defaults: [{model: mine}, _self_]\n")
+    code, _, err = flashrl("train", tmp_path / "run.yaml")
+    (only,) = err.strip().splitlines()
+    assert (code, only.split(": ")[1]) == (2, f"{tmp_path}/model/mine.yaml:2")
+
+
+def copied(model: Path, folder: Path, name: str, text: str) -> Path:
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", '{\n"model_type": "qwen2",\n"vocab_size": "23"}', ":3: vocab_size='23' must be a whole number"),
+        ("config.json", '{\n"vocab_size": 23,\n"hidden_size": 64.5}', ":3: hidden_size=64.5 must be a whole number"),
+        ("config.json", '{\n"vocab_size": 23', " is not JSON (Expecting ',' delimiter: line 2 column 17 (char 18))"),
+        ("config.json", "[1]", " is not a JSON object"),
+        ("generation_config.json", '{\n"eos_token_id": }', " is not JSON (Expecting value: line 2 column 17"),
+        ("tokenizer.json", "{\n", "holds no loadable tokenizer (EOF while parsing an object at line 2"),
+        ("model.safetensors.index.json", "[]", "is no index of tensors"),
+    ],
+)
+def test_a_broken_file_of_a_model_is_one_line(
+    flashrl, model: Path, tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    broken = copied(model, tmp_path / "model", name, text)
+    code, _, err = flashrl("train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={broken}")
+    assert code == 2
+    (line,) = err.strip().splitlines()
+    assert said in line
+
+
 def test_a_torn_checkpoint_is_refused(flashrl, model: Path, tmp_path: Path) -> None:
     torn = tmp_path / "model"
     torn.mkdir()

@@ -128,7 +128,7 @@ def play(*actions: str, **given: object) -> Trajectory:
     return asyncio.run(run_episode(TextEngine(*actions), environment, task, codec, limits, Sampling(max_tokens=5000)))
 
 
-def call(code: str) -> str:
+def call(code: object) -> str:
     return f"<tool_call>{json.dumps({'name': 'python', 'arguments': {'code': code}})}</tool_call>"
 
 
@@ -159,6 +159,10 @@ def test_a_malformed_call_is_an_observation_or_an_end() -> None:
     t = play(bad, "\\boxed{387}")
     assert observations(t) == ["Error: a tool call must be one JSON object: Expecting value: line 1 column 1 (char 0)"]
     assert (t.reward, t.turns) == (1.0, 2)
+    for code in (None, ["print(1)"], 1):
+        t = play(call(code), "\\boxed{387}")
+        assert observations(t) == ['Error: the argument "code" of python must be a string']
+        assert (t.reward, t.end_reason) == (1.0, "done")
     t = play(bad, on_malformed="end")
     assert (t.reward, t.turns, t.end_reason, t.info["outcome"]) == (0.0, 1, "done", "malformed_call")
     with pytest.raises(ValueError, match="on_malformed='retry' must be one of observation, end"):

@@ -86,6 +86,27 @@ def test_odd_commands_do_no_harm(settings: Settings) -> None:
     assert text_tokenizer().decode(t.token_ids).count("That is no command of this game.") == 3
 
 
+def test_commands_that_reach_out_of_the_game_are_refused_wherever_they_stand(
+    settings: Settings, tmp_path, monkeypatch
+) -> None:
+    """A saved game would outlive its episode, as a file of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    clauses = ("save", "Restore", "restart", "quit", "q", "script on", "transcripting", "undo", "version", "verify")
+    hidden = ("print_state", "print_stuff", "enable print state option", "tw-print version", "restrict commands")
+    commands = [f"look{then}{word}" for word in clauses for then in (". ", ".", ", ", " then ", ". look.")]
+    commands += [*hidden, "me, save", "look\\_save", "\\help", 'look." save']
+    t = play(settings, *commands, "look", max_turns=len(commands) + 1)
+    text = text_tokenizer().decode(t.token_ids)
+    assert text.count("That is no command of this game.") == len(commands) == 59
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["unlock type Q box with type Q key", "examine manuscript", "look. inventory"])
+def test_names_are_no_commands(settings: Settings, command: str) -> None:
+    t = play(settings, command, "look", max_turns=2)
+    assert "no command of this game" not in text_tokenizer().decode(t.token_ids)
+
+
 def test_what_is_shown(settings: Settings) -> None:
     shown = play(Settings(**{**vars(settings), "show_commands": True}), "inventory", "look", max_turns=2)
     text = text_tokenizer().decode(shown.token_ids)

@@ -35,6 +35,9 @@ def play(environment: Any, task: Any, *actions: str) -> Trajectory:
         ("\\boxed{1} and \\boxed{2", "1"),
         ("the answer is 7", None),
         ("\\boxed{" * 100_000, None),
+        ("\\boxed {42}", "42"),
+        ("\\boxed{1} then \\boxed\n{ 42 }", "42"),
+        ("\\boxed{\\left\\{1 \\right.}", "\\left\\{1 \\right."),
     ],
 )
 def test_the_last_box_counts(text: str, answer: str | None) -> None:
@@ -55,6 +58,10 @@ def test_the_last_box_counts(text: str, answer: str | None) -> None:
         ("x", None),
         ("9" * 101, None),
         ("1e9999999", None),
+        ("0.00001", Fraction(1, 100_000)),
+        ("1e-05", Fraction(1, 100_000)),
+        ("1E20", Fraction(10**20)),
+        ("-2.5e+3", Fraction(-2500)),
     ],
 )
 def test_exact_numbers(text: str, value: Fraction | None) -> None:
@@ -74,6 +81,72 @@ def test_equality_is_by_value() -> None:
         return [await is_equal(*pair) for pair in pairs]
 
     assert asyncio.run(all_of_it()) == [True, False, True, False, True, True]
+
+
+def test_constants_are_compared_exactly() -> None:
+    """Of each pair: an answer, the right one, and whether they are one number."""
+    pairs = [
+        ("1/2^99", "1/2^98", False),
+        ("\\frac{1}{2^{99}}", "\\frac{2}{2^{100}}", True),
+        ("2^{-9999}", "2^{-9998}", False),
+        ("10^{-5}", "0.00001", True),
+        ("e-5", "1e-05", False),
+        ("10^{20}", "1e20", True),
+        ("10^{20}+1", "1e20", False),
+        ("0.000000001", "2^{-30}", False),
+        ("4", "4*sqrt(2)", False),
+        ("4 sqrt(2)", "4", False),
+        ("4√2", "4", False),
+        ("4√2", "\\sqrt{32}", True),
+        ("4**sqrt(2)", "4", False),
+        ("2**3", "8", True),
+        ("2**3", "2", False),
+        ("2^{100}", "1267650600228229401496703205376", True),
+        ("\\sqrt{2}+\\sqrt{3}", "\\sqrt{5+2\\sqrt{6}}", True),
+        ("\\sqrt{2}", "1.414214", True),
+        ("\\pi", "3.14", False),
+        ("0.0000001", "10^{-8}\\pi", False),
+        ("(1/2^99, 1)", "(1/2^98, 1)", False),
+        ("50\\%", "50", True),
+        ("x=5", "5", True),
+    ]
+
+    async def all_of_it() -> list[bool]:
+        return [await is_equal(answer, right) for answer, right, _ in pairs]
+
+    found = asyncio.run(all_of_it())
+    assert [(*pair[:2], equal) for pair, equal in zip(pairs, found, strict=True)] == pairs
+
+
+@pytest.mark.parametrize("literal", ["0.00001", "1e20", "1e-05", "0.12345678901234567890123", "123456789012345678901"])
+def test_numbers_of_a_file_stay_as_they_are_written(tmp_path, literal: str) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(f'{{"question": "?", "answer": {literal}}}\n')
+    (task,) = VerifiableMath.tasks(Settings(path=str(path)))
+    assert task.answer == literal
+    right = play(VerifiableMath(Settings()), task, f"\\boxed{{{literal}}}")
+    wrong = play(VerifiableMath(Settings()), task, "\\boxed{e-5}")
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ('{"question": "?", "answer": null}', "answer=null is neither text nor a number"),
+        ('{"question": "?", "answer": " "}', 'answer=" " is neither'),
+        ('{"question": "?", "answer": [1]}', r'answer=\["1"\] is neither'),
+        ('{"question": "?", "answer": {"value": 1}}', "is neither text nor a number"),
+        ('{"question": "?", "answer": true}', "answer=true is neither"),
+        ('{"question": "?", "answer": NaN}', "answer=NaN is neither"),
+        ('{"question": "?", "answer": "\\\\boxed{}"}', "is an empty box"),
+        ('{"question": null, "answer": 1}', "question=null is neither"),
+    ],
+)
+def test_a_line_without_an_answer_is_refused(tmp_path, record: str, reason: str) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"question": "?", "answer": 1}\n' + record)
+    with pytest.raises(ValueError, match=rf"set.jsonl:2: .*{reason}"):
+        VerifiableMath.tasks(Settings(path=str(path)))
 
 
 def test_a_verifier_that_hangs_or_dies_scores_nothing(monkeypatch) -> None:

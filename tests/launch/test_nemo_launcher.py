@@ -130,6 +130,24 @@ def test_settings_are_quoted_for_hydra() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["/models/千问", "C:\\models\\new", "ends in \\", "a\tb", 'say "x"', 'back\\"quote', "it's", "a=b,c", "é\u2028"],
+)
+def test_a_text_arrives_as_it_is(text: str, tmp_path: Path) -> None:
+    """From the launcher's file and from what it appends, through both command lines, to the configuration."""
+    values = block("rehearsal", "actor")
+    values["flashrl"]["output"] = f"/results/{text}"
+    values["flashrl"]["settings"] = {"model": {"path": "other"}, "rollout": {"stop": [text, "b"]}}
+    OmegaConf.save(OmegaConf.create(values), tmp_path / "actor.yaml")
+    appended = f"flashrl.settings.model.path={text}"
+    read = nemo_launcher.read_block([f"--config-path={tmp_path}", "--config-name=actor.yaml", appended])
+    _, config, *settings = train_arguments(read, "sampler")
+    loaded = load(config, settings)
+    assert (loaded.model.path, loaded.rollout.stop, loaded.output) == (text, [text, "b"], f"/results/{text}")
+    assert loaded.rollout.weights_folder == f"/results/{text}-weights"
+
+
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A block whose `flashrl` is a script: job("exit 3") gives the arguments of the launcher's scripts."""

@@ -25,7 +25,7 @@ ROOMS = (
 # Room -> what it may import beside the standard library, where that is less.
 ALLOWED = {
     "records.py": {"numpy"},
-    "config": {"hydra", "omegaconf", "nemo_flashrl.config"},
+    "config": {"hydra", "omegaconf", "yaml", "nemo_flashrl.config"},
     "plugins.py": set(),
     "rollout_server": {
         *("torch", "safetensors", "vllm"),
