@@ -196,12 +196,12 @@ def test_a_complete_run_that_is_started_again_is_a_success(warm_start: Path, tmp
 
 
 def test_sigterm_ends_the_wait_for_servers(warm_start: Path, tmp_path: Path) -> None:
-    """Two ranks: one waits for a server that never says that it is well, the other for the first."""
+    """Two ranks: one waits for a server that never says that it is well, the other for the first, until it is gone."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         served = ["rollout=vllm", f"rollout.servers=[{url}]", "parallel.tensor=2"]
         strike = (None, signal.SIGTERM, tmp_path, "asked", 0.0)
-        options = {"processes": 2, "strike": strike, "exit_codes": (EXIT_PREEMPTED,), "timeout": 280}
+        options = {"processes": 2, "strike": strike, "exit_codes": (EXIT_PREEMPTED, 1), "timeout": 280}
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(train, tmp_path / "run", warm_start, 1, *served, **options)
             silent.settimeout(280)
