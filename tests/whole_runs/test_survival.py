@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -196,19 +195,19 @@ def test_a_complete_run_that_is_started_again_is_a_success(warm_start: Path, tmp
 
 
 def test_sigterm_ends_the_wait_for_servers(warm_start: Path, tmp_path: Path) -> None:
-    """Two ranks: one waits for a server that never says that it is well, the other for the first, until it is gone."""
+    """Two ranks: one waits for a server that never says that it is well, the other for the first."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         served = ["rollout=vllm", f"rollout.servers=[{url}]", "parallel.tensor=2"]
-        strike = (None, signal.SIGTERM, tmp_path, "asked", 0.0)
-        options = {"processes": 2, "strike": strike, "exit_codes": (EXIT_PREEMPTED, 1), "timeout": 280}
-        with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(train, tmp_path / "run", warm_start, 1, *served, **options)
-            silent.settimeout(280)
-            asked, _ = silent.accept()
-            with asked:
-                (tmp_path / "asked").touch()
-                said = running.result()  # before rollout.server_timeout, which is 300
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [f"--log-dir={tmp_path / 'logs'}", "-m", "nemo_flashrl.cli", "train", "rehearsal"]
+        command += settings(tmp_path / "run", warm_start, 1, *served)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        silent.settimeout(300)
+        asked, _ = silent.accept()
+        with asked:
+            os.killpg(process.pid, signal.SIGTERM)
+            said = process.communicate(timeout=200)[1]  # rollout.server_timeout is 300
     assert "stopped by SIGTERM before its first step" in said
 
 

@@ -12,14 +12,14 @@ from nemo_flashrl.cli import main as flashrl
 
 
 def main(
-    *arguments: str, strike: tuple[int | None, int, Path, str, float] | None = None, file_bytes: int | None = None
+    *arguments: str, strike: tuple[int, int, Path, str, float] | None = None, file_bytes: int | None = None
 ) -> int:
     """The command's exit code.
 
-    `strike` is (rank, signal, folder, pattern, seconds): that rank, or with None each, gets the signal so long after a
-    file that matches is there. `file_bytes` bounds every file that is written, as a full disk does.
+    `strike` is (rank, signal, folder, pattern, seconds): that rank gets the signal so long after a file that matches
+    is there. `file_bytes` bounds every file that is written, as a full disk does.
     """
-    if strike is not None and strike[0] in (None, int(os.environ["RANK"])):
+    if strike is not None and int(os.environ["RANK"]) == strike[0]:
         _strike_from_outside(*strike[1:])
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
