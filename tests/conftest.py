@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ torch.set_num_threads(1)
 import pytest  # noqa: E402
 from real_server import RealServer, rollout_python  # noqa: E402
 from session_processes import SessionProcesses  # noqa: E402
+
+from nemo_flashrl.rehearsal.warm_start import make_warm_start  # noqa: E402
 
 REAL_SERVER = "vllm_server"
 SERVER = pytest.StashKey[RealServer]()
@@ -42,7 +45,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[SERVER] = RealServer()
 
 
+def pytest_collection_finish() -> None:
+    """A full collection over all imported modules takes half a second, longer than the shortest time-outs here."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
+    _end_server(config)
+
+
+def _end_server(config: pytest.Config) -> None:
     if SERVER in config.stash and config.stash[SERVER].process.poll() is None:
         config.stash[SERVER].end()
 
@@ -58,6 +71,13 @@ def vllm_server(request: pytest.FixtureRequest) -> RealServer:
 
 
 @pytest.fixture(scope="session")
+def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rehearsal's model, to be read alone: it solves some tasks and not others, so every batch has a gradient."""
+    return make_warm_start(tmp_path_factory.mktemp("rehearsal") / "warm_start")
+
+
+@pytest.fixture(scope="session")
 def session_processes(request: pytest.FixtureRequest) -> SessionProcesses:
-    """Of everything that this session has started."""
+    """Of everything that this session has started; the tests that ask for it come last, so the server ends first."""
+    _end_server(request.config)
     return request.config.stash[PROCESSES]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,13 +33,17 @@ def run_training(
         RuntimeError: a process failed; the message holds the end of the log.
         SystemExit: SIGTERM came.
     """
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    command += ["nemo_flashrl.cli", "train", config, *overrides]
+    train = ["nemo_flashrl.cli", "train", config, *overrides]
     live = sys.stdout.isatty()
     last: deque[str] = deque(maxlen=LAST_LINES)
-    with _sigterm_raises(), log.open("w") as file, _group(command, {**os.environ, **environment}) as group:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_sigterm_raises())
+        if processes > 1:  # torchrun never removes the folder of its own that it makes where none is named
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="flashrl-", ignore_cleanup_errors=True))
+            torchrun = ["torch.distributed.run", "--standalone", "--log-dir", folder]
+            train = [*torchrun, "--nproc-per-node", str(processes), "-m", *train]
+        file = stack.enter_context(log.open("w"))
+        group = stack.enter_context(_group([sys.executable, "-m", *train], {**os.environ, **environment}))
         for line in group.stdout:
             file.write(line)
             last.append(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -325,13 +326,17 @@ def descendants(marker: str) -> list[str]:
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    output = tmp_path / "interrupted"
-    process = subprocess.Popen([*FLASHRL, "rehearse", "--pp", "2", "--output", str(output)], start_new_session=True)
-    deadline = time.monotonic() + 100
+    """Nor torchrun's folder for logs."""
+    output, temporary = tmp_path / "interrupted", tmp_path / "temporary"
+    temporary.mkdir()
+    command = [*FLASHRL, "rehearse", "--pp", "2", "--output", str(output)]
+    process = subprocess.Popen(command, start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)})
+    deadline = time.monotonic() + 300
     while len(descendants(str(output))) < 4:  # the command, torchrun and two ranks
         assert time.monotonic() < deadline, descendants(str(output))
         assert process.poll() is None
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    assert process.wait(60) == 130
     assert descendants(str(output)) == []
+    assert not [*temporary.glob("torchelastic_*"), *temporary.glob("flashrl-*")]

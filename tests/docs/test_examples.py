@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from nemo_flashrl import environments, ops
 from nemo_flashrl.config import load, settings_of
 from nemo_flashrl.environments.environment import Environment
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 
 EXAMPLES = ROOT / "examples"
 
@@ -89,14 +88,14 @@ def test_what_is_to_be_copied_stays_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 60
 
 
-def test_train_with_nemo_trains_alone_and_on_two_ranks_alike(tmp_path: Path) -> None:
+def test_train_with_nemo_trains_alone_and_on_two_ranks_alike(warm_start: Path, tmp_path: Path) -> None:
     """The first optimizer step is the same one: equal episodes, loss and gradient norm."""
-    start, example = make_warm_start(tmp_path / "start"), EXAMPLES / "train_with_nemo.py"
-    command = [sys.executable, example, start, tmp_path / "alone", "2"]
+    example = EXAMPLES / "train_with_nemo.py"
+    command = [sys.executable, example, warm_start, tmp_path / "alone", "2"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone", "start"]  # nothing is left elsewhere
-    run_ranks(2, "script", example, str(start), str(tmp_path / "two"), "2")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["alone"]  # nothing is left elsewhere
+    run_ranks(2, "script", example, str(warm_start), str(tmp_path / "two"), "2")
     runs = [
         [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("alone", "two")
@@ -107,7 +106,7 @@ def test_train_with_nemo_trains_alone_and_on_two_ranks_alike(tmp_path: Path) -> 
     for name in ("loss", "grad_norm", "reward_mean"):
         assert runs[0][0][name] == pytest.approx(runs[1][0][name], rel=1e-5), name
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "checkpoint").state_dict()
-    before = load_file(start / "model.safetensors")
+    before = load_file(warm_start / "model.safetensors")
     assert before.keys() <= trained.keys()
     assert all(not torch.equal(trained[name], tensor) for name, tensor in before.items())
 

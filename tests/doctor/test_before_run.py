@@ -12,7 +12,6 @@ from nemo_flashrl.cli import main
 from nemo_flashrl.config import load
 from nemo_flashrl.doctor.before_run import group_findings, group_table
 from nemo_flashrl.doctor.reward_terms import LENGTH, as_table, findings, outliers, reward_terms, summarize
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.jsonl import append_json_line, append_json_lines
 
 
@@ -98,13 +97,8 @@ def test_groups_that_say_the_same_are_told() -> None:
     assert "harder tasks" in group_findings(group(1, [one, other] * 2, [1.0] * 4))[-1]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_warm_start(tmp_path_factory.mktemp("before") / "model")
-
-
-def test_the_commands_sample_with_the_real_policy(model, tmp_path, capsys) -> None:
-    base = ["rehearsal", f"model.path={model}", "environment.settings.num_tasks=100"]
+def test_the_commands_sample_with_the_real_policy(warm_start, tmp_path, capsys) -> None:
+    base = ["rehearsal", f"model.path={warm_start}", "environment.settings.num_tasks=100"]
     assert main(["doctor", "rewards", *base, "--samples", "40"]) in (0, 1)
     text = capsys.readouterr().out
     assert "40 samples of the starting policy" in text and "\nreward " in text and LENGTH in text

@@ -137,7 +137,7 @@ def test_server_that_dies_in_the_broadcast(servers: list[StandIn], dying: int) -
         await engine.load_weights(weights(2.0), 1)
         dead.behave(die_in_broadcast=True)
         await engine.load_weights(weights(3.0), 2)
-        assert dead.process.wait(10) == 9
+        assert dead.process.wait(LONG) == 9
         assert engine.version == 2 and await versions(engine) == {2}
         assert {s["a"] for s in held(living)["sums"]} == {18.0}
         dead.start()

@@ -28,11 +28,6 @@ PROMPTS = [ids("Q k 2 9 :"), ids("Q k 2 9 : get ( k 2 9 ) > k 4 0"), ids("Q"), i
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory) -> Path:
-    return make_warm_start(tmp_path_factory.mktemp("engine") / "warm")
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory) -> PreTrainedModel:
     """Other weights of the same shapes."""
     folder = make_warm_start(tmp_path_factory.mktemp("engine") / "other", seed=7, steps=5)
@@ -55,11 +50,11 @@ def sampled_logprobs(model: PreTrainedModel, prompt: list[int], answer: Generati
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_of_whole_episodes_are_the_models(warm: Path, temperature: float) -> None:
+def test_logprobs_of_whole_episodes_are_the_models(warm_start: Path, temperature: float) -> None:
     settings = Settings(num_tasks=48)
     trajectories = asyncio.run(
         evaluate(
-            TransformersEngine(warm),
+            TransformersEngine(warm_start),
             lambda: KeyValueStore(settings),
             KeyValueStore.tasks(settings),
             TOKENIZER,
@@ -69,7 +64,7 @@ def test_logprobs_of_whole_episodes_are_the_models(warm: Path, temperature: floa
         )
     )
     assert max(t.turns for t in trajectories) >= 4
-    model = AutoModelForCausalLM.from_pretrained(warm)
+    model = AutoModelForCausalLM.from_pretrained(warm_start)
     raw_difference = 0.0
     for t in trajectories:
         tokens = torch.from_numpy(t.token_ids)
@@ -87,9 +82,9 @@ def test_logprobs_of_whole_episodes_are_the_models(warm: Path, temperature: floa
     assert raw_difference > 0.5 if temperature != 1 else raw_difference < 1e-5
 
 
-def test_tokens_are_drawn_from_the_model(warm: Path) -> None:
+def test_tokens_are_drawn_from_the_model(warm_start: Path) -> None:
     """6000 first tokens after an observation: every frequency within 4 standard deviations of its probability."""
-    engine, model = TransformersEngine(warm), AutoModelForCausalLM.from_pretrained(warm)
+    engine, model = TransformersEngine(warm_start), AutoModelForCausalLM.from_pretrained(warm_start)
     prompt = PROMPTS[1]
     for temperature in (1.0, 2.5):
         samplings = [Sampling(temperature, max_tokens=1, seed=seed) for seed in range(6000)]
@@ -102,8 +97,8 @@ def test_tokens_are_drawn_from_the_model(warm: Path) -> None:
             assert abs(counts[token] / 6000 - probability) < 4 * spread + 2e-4, TOKENIZER.decode([token])
 
 
-def test_a_request_does_not_feel_its_neighbours(warm: Path) -> None:
-    engine = TransformersEngine(warm)
+def test_a_request_does_not_feel_its_neighbours(warm_start: Path) -> None:
+    engine = TransformersEngine(warm_start)
     samplings = [replace(ACTION, seed=seed, temperature=0.5 + seed / 4, max_tokens=4 + seed) for seed in range(4)]
     together = generate(engine, PROMPTS, *samplings)
     again = generate(engine, PROMPTS[::-1], *samplings[::-1])[::-1]
@@ -116,9 +111,9 @@ def test_a_request_does_not_feel_its_neighbours(warm: Path) -> None:
     assert len(seeds) > 3
 
 
-def test_requests_made_together_share_one_wave(warm: Path, monkeypatch) -> None:
+def test_requests_made_together_share_one_wave(warm_start: Path, monkeypatch) -> None:
     """Six requests, two of which come a few rounds late, as from a slower tool: one prefill for all of them."""
-    engine = TransformersEngine(warm)
+    engine = TransformersEngine(warm_start)
     shapes = []
     forward = engine._model.forward
     monkeypatch.setattr(
@@ -137,8 +132,8 @@ def test_requests_made_together_share_one_wave(warm: Path, monkeypatch) -> None:
     assert shapes == [(6, 5), (6, 1)]
 
 
-def test_rows_end_on_their_own(warm: Path) -> None:
-    engine = TransformersEngine(warm)
+def test_rows_end_on_their_own(warm_start: Path) -> None:
+    engine = TransformersEngine(warm_start)
     greedy = replace(ACTION, temperature=0)
     samplings = [greedy, replace(greedy, max_tokens=3), replace(greedy, stop_token_ids=()), greedy]
     answers = generate(engine, [PROMPTS[0]] * 4, *samplings)
@@ -149,13 +144,13 @@ def test_rows_end_on_their_own(warm: Path) -> None:
     assert answers[2].token_ids[:6] == action
     assert len(answers[2].token_ids) == 8
     assert [len(a.logprobs) for a in answers] == [6, 3, 8, 6]
-    model = AutoModelForCausalLM.from_pretrained(warm)
+    model = AutoModelForCausalLM.from_pretrained(warm_start)
     assert answers[2].logprobs == pytest.approx(sampled_logprobs(model, PROMPTS[0], answers[2]), abs=1e-5)
 
 
-def test_new_weights_answer_at_once(warm: Path, other: PreTrainedModel) -> None:
+def test_new_weights_answer_at_once(warm_start: Path, other: PreTrainedModel) -> None:
     """After the load log-probs are those of the new weights; keys and values kept from before would show."""
-    engine = TransformersEngine(warm, version=4)
+    engine = TransformersEngine(warm_start, version=4)
     sampling = replace(ACTION, seed=3)
     (before,) = generate(engine, PROMPTS[1:2], sampling)
     asyncio.run(engine.load_weights(other.state_dict().items(), version=5))
@@ -163,17 +158,17 @@ def test_new_weights_answer_at_once(warm: Path, other: PreTrainedModel) -> None:
     assert set(before.versions) == {4}
     assert set(after.versions) == {5}
     assert after.logprobs == pytest.approx(sampled_logprobs(other, PROMPTS[1], after), abs=1e-5)
-    old = sampled_logprobs(AutoModelForCausalLM.from_pretrained(warm), PROMPTS[1], after)
+    old = sampled_logprobs(AutoModelForCausalLM.from_pretrained(warm_start), PROMPTS[1], after)
     assert max(abs(a - b) for a, b in zip(after.logprobs, old, strict=True)) > 0.5
 
 
-def test_a_load_in_the_middle_of_an_answer(warm: Path, other: PreTrainedModel) -> None:
+def test_a_load_in_the_middle_of_an_answer(warm_start: Path, other: PreTrainedModel) -> None:
     """The first answer is of two versions; each token has the log-prob of the version that it is labelled with.
 
     Keys and values kept over the load would show, and so would a second request that waited for the first to end.
     """
-    engine = TransformersEngine(warm)
-    models = [AutoModelForCausalLM.from_pretrained(warm), other]
+    engine = TransformersEngine(warm_start)
+    models = [AutoModelForCausalLM.from_pretrained(warm_start), other]
     long = Sampling(max_tokens=40, seed=1)
 
     async def run() -> list[Generation]:
@@ -188,15 +183,15 @@ def test_a_load_in_the_middle_of_an_answer(warm: Path, other: PreTrainedModel) -
     answers = asyncio.run(run())
     assert [sorted(set(answer.versions)) for answer in answers] == [[0, 1], [1]]
     assert list(answers[0].versions) == sorted(answers[0].versions)
-    assert answers[0].token_ids[:5] == generate(TransformersEngine(warm), PROMPTS[:1], long)[0].token_ids[:5]
+    assert answers[0].token_ids[:5] == generate(TransformersEngine(warm_start), PROMPTS[:1], long)[0].token_ids[:5]
     for prompt, answer in zip(PROMPTS, answers, strict=False):
         by_version = [sampled_logprobs(model, prompt, answer) for model in models]
         expected = [by_version[version][i] for i, version in enumerate(answer.versions)]
         assert answer.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_broken_load_leaves_the_old_weights(warm: Path, other: PreTrainedModel) -> None:
-    engine = TransformersEngine(warm)
+def test_a_broken_load_leaves_the_old_weights(warm_start: Path, other: PreTrainedModel) -> None:
+    engine = TransformersEngine(warm_start)
     before = generate(engine, PROMPTS, *[ACTION] * 4)
     good = list(other.state_dict().items())
 
@@ -223,8 +218,8 @@ def test_a_broken_load_leaves_the_old_weights(warm: Path, other: PreTrainedModel
     assert generate(engine, PROMPTS, *[ACTION] * 4) == before
 
 
-def test_the_engine_keeps_copies_only(warm: Path, other: PreTrainedModel) -> None:
-    engine = TransformersEngine(warm)
+def test_the_engine_keeps_copies_only(warm_start: Path, other: PreTrainedModel) -> None:
+    engine = TransformersEngine(warm_start)
     tensors = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     asyncio.run(engine.load_weights(tensors.items(), version=1))
     before = generate(engine, PROMPTS, *[ACTION] * 4)
@@ -257,8 +252,8 @@ def test_tied_embeddings_come_once(tmp_path: Path) -> None:
         ([1], replace(ACTION, max_tokens=0), "max_tokens=0"),
     ],
 )
-def test_bad_requests_are_refused_alone(warm: Path, prompt: list[int], sampling: Sampling, message: str) -> None:
-    engine = TransformersEngine(warm)
+def test_bad_requests_are_refused_alone(warm_start: Path, prompt: list[int], sampling: Sampling, message: str) -> None:
+    engine = TransformersEngine(warm_start)
 
     async def run() -> list:
         calls = [engine.generate(prompt, sampling), engine.generate(PROMPTS[0], ACTION)]
@@ -270,8 +265,8 @@ def test_bad_requests_are_refused_alone(warm: Path, prompt: list[int], sampling:
     assert answered == generate(engine, PROMPTS[:1], ACTION)[0]
 
 
-def test_broken_weights_and_closing_end_every_request(warm: Path, other: PreTrainedModel) -> None:
-    engine = TransformersEngine(warm)
+def test_broken_weights_and_closing_end_every_request(warm_start: Path, other: PreTrainedModel) -> None:
+    engine = TransformersEngine(warm_start)
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in other.state_dict().items()}
     asyncio.run(engine.load_weights(broken.items(), version=1))
     with pytest.raises(FloatingPointError, match="not finite"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -91,7 +93,8 @@ async def browser_page(width: int = 1400, height: int = 900) -> AsyncIterator[Pa
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-        process = subprocess.Popen([*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen([*command, "about:blank"], process_group=0, **silent)
         try:
             port_file = Path(profile) / "DevToolsActivePort"
             async with asyncio.timeout(90):
@@ -107,5 +110,15 @@ async def browser_page(width: int = 1400, height: int = 900) -> AsyncIterator[Pa
                     yield page
                     page._reader.cancel()
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            while _is_there(process.pid):  # its children write into the profile until they have ended
+                await asyncio.sleep(0.01)
+
+
+def _is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,6 +1,9 @@
 """What the fork server imports once for all ranks of all tests."""
 
+import gc
+import importlib
 import os
+import pkgutil
 import sys
 from pathlib import Path
 
@@ -15,6 +18,14 @@ from nemo_flashrl import platform
 
 platform.install()
 
-import nemo_flashrl.models.families
-import nemo_flashrl.models.policy_model
-import nemo_flashrl.train  # noqa: F401
+from nemo_flashrl import callbacks, commands, config, data, models
+
+PACKAGES = (callbacks, commands, data, models)
+MODULES = [module.name for p in PACKAGES for module in pkgutil.iter_modules(p.__path__, f"{p.__name__}.")]
+MODULES += ["nemo_flashrl.engines.transformers", "nemo_flashrl.environments.key_value_store", "nemo_flashrl.train"]
+for name in [*MODULES, "transformers.models.qwen2.modeling_qwen2"]:
+    importlib.import_module(name)
+config.load("rehearsal", ["output=x", "model.path=x"])  # the grammars of Hydra and OmegaConf, once
+# A collection in a rank would look through all of this, and by that copy it.
+gc.collect()
+gc.freeze()

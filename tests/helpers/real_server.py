@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -47,7 +48,7 @@ class RealServer:
     """
 
     def __init__(self, model: Path | None = None, *overrides: str) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="flashrl-test-server-"))
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="flashrl-test-server-"))
         self.model = model or write_model(folder / "model", vocab_size=VOCAB, **SIZES)
         make_tokenizer().save_pretrained(self.model)
         config = folder / "serve.yaml"
@@ -77,9 +78,11 @@ class RealServer:
         return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
 
     def end(self) -> int:
-        """SIGTERM, and its exit code."""
+        """SIGTERM, and its exit code; its folder goes, the log with it."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        shutil.rmtree(self._folder)
+        return code
 
 
 def check_three_syncs(kind: Callable[..., Any], server: RealServer) -> None:

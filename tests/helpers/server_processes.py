@@ -45,10 +45,10 @@ class StandIn:
         """Act so from now on; nothing is to behave well."""
         request = urllib.request.Request(f"{self.url}/behave", json.dumps(how).encode(), method="POST")
         request.add_header("Content-Type", "application/json")
-        urllib.request.urlopen(request, timeout=10).close()
+        urllib.request.urlopen(request, timeout=60).close()
 
     def counts(self) -> dict[str, int]:
-        with urllib.request.urlopen(f"{self.url}/counts", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/counts", timeout=60) as answer:
             return json.load(answer)
 
     def signal(self, number: int) -> None:

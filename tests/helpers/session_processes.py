@@ -1,36 +1,52 @@
 """The processes that a test session began: ended when it is gone, however that happened; counted while it runs.
 
-    python session_processes.py MARK < pipe that the session alone holds open
+    python session_processes.py MARK FOLDER < pipe that the session alone holds open
 
 Workers of a killed pytest have no parent that would end them, and a few hundred threads of theirs starve the machine.
 Each process that the session starts inherits MARK in its environment, servers and daemons in sessions of their own too.
+FOLDER is their folder for temporary files, removed when the last of them has ended: a process that is killed, or a fork
+that ends without its interpreter's exit functions, removes nothing itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 NAME = "FLASHRL_TEST_SESSION"
+PREFIX = "flashrl-tests-"
 GLOO_LOOP = "gloo_tcp_loop"  # the thread that each process group over gloo keeps until it is dropped
 KILLING_SECONDS = 60.0
 
 
 class SessionProcesses:
-    """Marks what this process starts from now on, has it ended with this process, and counts its gloo loops."""
+    """Marks what this process starts from now on, has it ended with this process, and counts its gloo loops.
+
+    `folder` holds the temporary files of both, from now on; those of pytest stay where they are, for whoever looks at a
+    failed test, and so does torch's cache of what it has compiled.
+    """
 
     def __init__(self, every_seconds: float = 1.0) -> None:
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         self.most_gloo_loops = (0, "")  # of one process at one look, and its command
+        usual = tempfile.gettempdir()
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         # Its standard input stays open as long as this process lives.
-        self._reaper = subprocess.Popen([sys.executable, __file__, self.mark], stdin=subprocess.PIPE, process_group=0)
+        reaper = [sys.executable, __file__, self.mark, str(self.folder)]
+        self._reaper = subprocess.Popen(reaper, stdin=subprocess.PIPE, process_group=0)
         os.environ[NAME] = self.mark
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
         self._every_seconds = every_seconds
         threading.Thread(target=self._watch, name="session processes", daemon=True).start()
 
@@ -77,6 +93,7 @@ def main() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.1)
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 if __name__ == "__main__":

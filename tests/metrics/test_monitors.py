@@ -20,7 +20,6 @@ from nemo_flashrl.metrics.monitors import RULES, Monitors
 from nemo_flashrl.metrics.step import group_metrics, trajectory_metrics
 from nemo_flashrl.metrics.table import from_machine
 from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table, report_conflicts, settings_without_effect
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.rollout.from_config import prompt_source
 from nemo_flashrl.run.folder import EXIT_MONITOR
 from nemo_flashrl.run.jsonl import read_json_lines
@@ -187,19 +186,14 @@ def test_techniques_of_different_rooms_are_no_conflict() -> None:
     report_conflicts(config, Grpo(GrpoSettings(normalisation="quantile")), shown=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_warm_start(tmp_path_factory.mktemp("monitors") / "model")
-
-
-def test_a_reached_limit_ends_the_run_with_a_checkpoint(model, tmp_path) -> None:
+def test_a_reached_limit_ends_the_run_with_a_checkpoint(warm_start, tmp_path) -> None:
     """Grouped rollouts at a temperature near 0 say the same; the run stops at step 2 and goes on when told to.
 
     Temperature, group size and curriculum move all the while: what goes on is what a run in one go does.
     """
     run = tmp_path / "run"
     settings = [
-        f"model.path={model}", "algorithm=grpo", "trainer.steps=4", "rollout.batch_size=16",
+        f"model.path={warm_start}", "algorithm=grpo", "trainer.steps=4", "rollout.batch_size=16",
         "rollout.temperature_schedule=[[0,0.05],[0.5,0.1]]", "environment.settings.num_tasks=40",
         "curriculum.mode=adaptive", "curriculum.classes=hops", "curriculum.share=0.75", "group_size.every=3",
     ]  # fmt: skip
@@ -226,11 +220,11 @@ def test_a_reached_limit_ends_the_run_with_a_checkpoint(model, tmp_path) -> None
     )
 
 
-def test_techniques_of_different_rooms_train_together(model, tmp_path) -> None:
+def test_techniques_of_different_rooms_train_together(warm_start, tmp_path) -> None:
     """Reference, token mask, normalisation with clip, length penalty; beside them what moves over the run."""
     run = tmp_path / "run"
     run_ranks(
-        1, "training", "rehearsal", f"output={run}", f"model.path={model}", "algorithm=grpo", "trainer.steps=3",
+        1, "training", "rehearsal", f"output={run}", f"model.path={warm_start}", "algorithm=grpo", "trainer.steps=3",
         "rollout.batch_size=16", "environment.settings.num_tasks=40", "checkpoint.every_steps=0",
         "algorithm.settings.normalisation=quantile", "advantage.clip=0.5", "reference.mode=ema", "reference.beta=0.9",
         "kl.coefficient=0.01", "kl.schedule=annealed", "selection.malformed=leave_out",

@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from nemo_flashrl.cli import main
+from nemo_flashrl.run.jsonl import read_metrics
+
 SOURCES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "nemo_flashrl", "hydra_plugins", "conf")
 CONTENTS = {".py", ".yaml", ".html", ".css", ".js"}
 
@@ -98,9 +101,19 @@ def test_it_runs_from_an_empty_folder(run_installed: Callable, tmp_path: Path, c
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_it_rehearses_in_an_empty_folder(run_installed: Callable, tmp_path: Path) -> None:
-    run = run_installed("rehearse", "--experiment", "math_qwen2_5_1_5b", "--output", "out", "cluster.gpus_per_node=1")
+def test_it_rehearses_an_experiment_in_an_empty_folder(
+    run_installed: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["rehearse", "--experiment", "math_qwen2_5_1_5b", "cluster.gpus_per_node=1", "--output"]
+    run = run_installed(*command, "out")
     assert run.returncode == 0, run.stdout + run.stderr
+    said = "the job runs in this topology and completes every step (3 updates of 4 trajectories in 1 processes)"
+    assert f"OK   {said}" in run.stdout
     assert "FAIL" not in run.stdout
+    assert "only the cluster can prove" in run.stdout
     assert [file.name for file in (tmp_path / "empty").iterdir()] == ["out"]
-    assert (tmp_path / "empty" / "out" / "run" / "checkpoint" / "model.safetensors").is_file()
+    out = tmp_path / "empty" / "out"
+    assert [step["step"] for step in read_metrics(out / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert (out / "run" / "checkpoint" / "model.safetensors").is_file()
+    assert main([*command, str(out)]) == 2  # never overwritten
+    assert "exists" in capsys.readouterr().err

@@ -16,11 +16,6 @@ from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.jsonl import read_metrics
 
 
-@pytest.fixture(scope="module")
-def warm_start(tmp_path_factory) -> Path:
-    return make_warm_start(tmp_path_factory.mktemp("rehearsal") / "warm_start", seed=0)
-
-
 def train(folder: Path, warm_start: Path, processes: int, *overrides: str) -> list[dict]:
     """A few steps of the rehearsal's own configuration; its metrics without times and memory."""
     run_ranks(processes, "training", "rehearsal", f"output={folder}", f"model.path={warm_start}", *overrides)
@@ -38,6 +33,11 @@ def test_same_seed_twice_is_bit_equal(warm_start: Path, tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.fixture(scope="module")
+def alone(warm_start: Path, tmp_path_factory) -> list[dict]:
+    return train(tmp_path_factory.mktemp("alone") / "run", warm_start, 1, "trainer.steps=2")
+
+
 @pytest.mark.parametrize(
     ("processes", "overrides"),
     [
@@ -48,10 +48,11 @@ def test_same_seed_twice_is_bit_equal(warm_start: Path, tmp_path: Path) -> None:
     ],
     ids=["tp2 pp2", "tp2 sequence", "dp2", "cp2"],
 )
-def test_parallel_sizes_do_not_change_the_run(warm_start: Path, tmp_path: Path, processes, overrides) -> None:
+def test_parallel_sizes_do_not_change_the_run(
+    warm_start: Path, alone: list[dict], tmp_path: Path, processes, overrides
+) -> None:
     """The first update is the same to rounding; later ones sample other tokens where a draw falls on the edge."""
-    alone = train(tmp_path / "one", warm_start, 1, "trainer.steps=2")
-    together = train(tmp_path / "many", warm_start, processes, "trainer.steps=2", *overrides)
+    together = train(tmp_path / "run", warm_start, processes, "trainer.steps=2", *overrides)
     for name in ("reward_mean", "gate_acceptance", "policy_tokens", "loss", "grad_norm", "ratio_mean"):
         assert together[0][name] == pytest.approx(alone[0][name], rel=1e-4, abs=1e-7), name
     assert together[1]["logprob_difference_max"] < 1e-4  # the refit gave the sampler the trainer's weights
@@ -74,9 +75,9 @@ def test_evaluation_leaves_training_alone(warm_start: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_lag_trains_on_older_batches(tmp_path: Path, tied: bool) -> None:
+def test_lag_trains_on_older_batches(warm_start: Path, tmp_path: Path, tied: bool) -> None:
     """Lag 2: updates 1, 2, 3 train on batches of version 0, update 4 on one of version 1."""
-    warm = make_warm_start(tmp_path / "warm", seed=1, tie_word_embeddings=tied)
+    warm = make_warm_start(tmp_path / "warm", seed=1, tie_word_embeddings=True) if tied else warm_start
     steps = train(tmp_path / "run", warm, 2, "trainer.steps=5", "rollout.lag=2", "parallel.pipeline=2")
     assert [s["staleness_max"] for s in steps] == [0, 1, 2, 2, 2]
     assert steps[0]["logprob_difference_max"] < 1e-4 < steps[2]["logprob_difference_max"]

@@ -1,4 +1,4 @@
-"""`flashrl rehearse --experiment`: what shrinks, what stays, and one whole run."""
+"""`flashrl rehearse --experiment`: what shrinks and what stays; test_packaging.py runs one whole."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_flashrl.cli import main
 from nemo_flashrl.config import RunConfig, conf_folder, load
 from nemo_flashrl.rehearsal import experiment
 from nemo_flashrl.rehearsal.small import small_data_parallel, small_overrides, small_tokenizer
-from nemo_flashrl.run.jsonl import read_metrics
 
 NEEDED = ["output=x", "model.path=x"]
 NAMES = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
@@ -80,19 +78,3 @@ def test_an_open_model_is_rehearsed_with_the_tiny_ones_family(tmp_path: Path, mo
     assert name == "python_tool"
     assert "model.context_length=1816" in overrides  # 1600 + 3 * (24 + 48)
     assert json.loads((tmp_path / "out" / "model" / "config.json").read_text())["model_type"] == "qwen2"
-
-
-def test_a_whole_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out"
-    command = ["rehearse", "--experiment", "math_qwen2_5_1_5b", "--output", str(output), "cluster.gpus_per_node=1"]
-    assert main(command) == 0, capsys.readouterr()
-    page = capsys.readouterr().out
-    assert (
-        "OK   the job runs in this topology and completes every step (3 updates of 4 trajectories in 1 processes)"
-        in page
-    )
-    assert "FAIL" not in page
-    assert "can only be checked on the cluster" in page
-    assert [step["step"] for step in read_metrics(output / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert main(command) == 2  # never overwritten
-    assert "exists" in capsys.readouterr().err

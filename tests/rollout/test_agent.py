@@ -264,14 +264,14 @@ def test_a_policys_own_special_token_is_no_silent_blank() -> None:
 
 
 def test_long_observations_are_cut_counted_and_marked() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     results = [StepResult("> k 4 0 " * 12_500_000), StepResult("> v 1 7 5"), StepResult("> v 1"), DONE]
     t = play(ScriptedEngine(GET), ScriptedEnvironment(results), max_observation_tokens=4)
     # 100,000,000 characters less the 7 of "> k 4 0"; 9 less 7. The mark is three words that this tokenizer lacks.
     assert t.info == {"observations_truncated": 2, "observation_characters_cut": 99_999_993 + 2}
     observed = TOKENIZER.decode(t.token_ids).split(" get ( k 2 9 ) ")[1:]
     assert observed == ["> k 4 0 <unk> <unk> <unk>", "> v 1 7 <unk> <unk> <unk>", "> v 1 get ( k 2 9 )"]
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,8 @@ def test_a_prompt_without_room_ends_before_any_generation() -> None:
 )
 def test_an_environments_fault_ends_its_episode_alone(result: Any, error: str) -> None:
     environment = ScriptedEnvironment([StepResult("> k 4 0", reward=0.5), result])
-    t = play(ScriptedEngine(GET), environment, step_timeout=0.2)
+    sleeps = isinstance(result, float)
+    t = play(ScriptedEngine(GET), environment, step_timeout=0.2 if sleeps else 60.0)
     assert (t.end_reason, t.turns, t.reward) == ("environment_error", 2, 0.5)
     assert t.info["error"].startswith(error) or error in t.info["error"]
     assert environment.log[-1] == "close"

@@ -21,7 +21,7 @@ from nemo_flashrl.records import Batch
 from nemo_flashrl.rollout.collector import CollectionStopped
 from nemo_flashrl.rollout.driver import RolloutDriver
 
-DEADLINE = 20.0  # seconds for what takes milliseconds
+DEADLINE = 60.0  # seconds for what takes milliseconds
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_a_warning_is_a_checkpoint_and_a_requeue(start: Any, tmp_path: Path, job
 @pytest.mark.parametrize("job", JOBS)
 def test_what_the_steps_are_told(start: Any, tmp_path: Path, job: str) -> None:
     """Two servers on each of two nodes; an argument with a blank stays one."""
-    process = start(job, servers=SERVES, trainer="exit 0")
+    process = start(job, servers=SERVES, trainer=f"{SERVERS_ARE_UP}exit 0")
     assert process.wait(60) == 0, process.stderr.read()
     urls = "http://node1:8000,http://node1:8001,http://node2:8000,http://node2:8001"
     for step in ("servers", "trainer"):

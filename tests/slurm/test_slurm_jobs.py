@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from nemo_flashrl.run.jsonl import read_metrics
 
 SCRIPTS = ROOT / "examples" / "slurm"
 HERE = Path(__file__).parent
+LOCK = Path("/tmp/flashrl-slurm.lock")  # one such cluster a machine, whichever session it is of
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "munge", "ip", "unshare")
 ONE_OF_EACH_KIND = [
     "--gpus-per-node=1",
@@ -57,7 +57,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = {name: os.environ.get(name) for name in ("SLURM_CONF", "PATH")}
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `flashrl` is
-    with (Path(tempfile.gettempdir()) / "flashrl-slurm.lock").open("w") as lock:
+    with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # names of bridge and namespaces are the machine's
         try:
             started = subprocess.run([HERE / "up.sh", folder], capture_output=True, text=True, timeout=300)

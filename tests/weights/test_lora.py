@@ -11,7 +11,6 @@ from plain import VOCAB_SIZE, make_case
 from processes import run_ranks
 from safetensors.torch import load_file
 
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.jsonl import read_json_lines
 
 
@@ -37,11 +36,15 @@ def test_only_the_product_of_the_factors_changes(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
+def run(warm_start: Path, tmp_path_factory) -> Path:
     """Two steps at TP=2 with sequence parallelism, then a third after a restart."""
     root = tmp_path_factory.mktemp("lora")
-    model = make_warm_start(root / "model")
-    settings = [f"output={root / 'run'}", f"model.path={model}", "rollout.batch_size=8", "checkpoint.every_steps=1"]
+    settings = [
+        f"output={root / 'run'}",
+        f"model.path={warm_start}",
+        "rollout.batch_size=8",
+        "checkpoint.every_steps=1",
+    ]
     settings += ["lora.rank=4", "lora.alpha=8", "optimizer.learning_rate=0.01", "optimizer.warmup_steps=0"]
     settings += ["parallel.tensor=2", "parallel.sequence=true"]
     for steps in (2, 3):
@@ -57,13 +60,13 @@ def test_the_sampler_has_what_the_trainer_computes(run: Path) -> None:
     assert all(step["grad_norm"] > 0 for step in steps)
 
 
-def test_exports_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
+def test_exports_of_the_checkpoint(run: Path, warm_start: Path, tmp_path: Path) -> None:
     """The merged policy is the run's own export; base and adapter under PEFT give its logits."""
     calls = [
         ("run_to_hf", run, tmp_path / "policy"),
         ("run_to_hf", run, tmp_path / "adapter", "adapter"),
         ("differences", run / "checkpoint", tmp_path / "policy"),
-        ("differences", run.parent / "model", tmp_path / "policy"),
+        ("differences", warm_start, tmp_path / "policy"),
         ("run_to_hf", run, tmp_path / "reference", "reference"),
     ]
     run_ranks(1, "convert", tmp_path / "answers.json", *calls)
@@ -76,7 +79,7 @@ def test_exports_of_the_checkpoint(run: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = torch.arange(20)[None]
-    base = AutoModelForCausalLM.from_pretrained(run.parent / "model")
+    base = AutoModelForCausalLM.from_pretrained(warm_start)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")(tokens).logits
     before = base(tokens).logits
     adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens).logits

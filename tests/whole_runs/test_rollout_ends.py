@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 from processes import run_ranks
 
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.folder import EXIT_PREEMPTED, complete_checkpoints
 from nemo_flashrl.run.jsonl import read_json_lines, read_metrics
 
 KILLED = -signal.SIGKILL
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    return make_warm_start(tmp_path_factory.mktemp("ends") / "model")
 
 
 def train(folder: Path, model: Path, *overrides: str, strike: int | None = None, rank: int = 0, **options) -> str:
@@ -46,9 +40,9 @@ def closed(folder: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("mode", ["async", "in_flight"])
-def test_a_sound_run_beside_its_rollouts(model: Path, tmp_path: Path, mode: str) -> None:
+def test_a_sound_run_beside_its_rollouts(warm_start: Path, tmp_path: Path, mode: str) -> None:
     """Every prompt once, over steps that train on what older weights sampled too."""
-    train(tmp_path, model, f"rollout.mode={mode}", "rollout.max_in_flight=12", "environment.settings.sound=100000")
+    train(tmp_path, warm_start, f"rollout.mode={mode}", "rollout.max_in_flight=12", "environment.settings.sound=100000")
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert all(sum(step[f"staleness_{age}"] for age in ("0", "1", "2_3", "4_7", "8_up")) == 1 for step in steps)
@@ -57,39 +51,41 @@ def test_a_sound_run_beside_its_rollouts(model: Path, tmp_path: Path, mode: str)
     assert len(used) == len(set(used)) == 48
 
 
-def test_sigterm_while_the_trainer_waits_for_a_batch(model: Path, tmp_path: Path) -> None:
+def test_sigterm_while_the_trainer_waits_for_a_batch(warm_start: Path, tmp_path: Path) -> None:
     """To the collecting rank of two, in the second batch: both end before the second step, and the first is saved."""
-    said = train(tmp_path, model, strike=signal.SIGTERM, processes=2, exit_codes=(EXIT_PREEMPTED,))
+    said = train(tmp_path, warm_start, strike=signal.SIGTERM, processes=2, exit_codes=(EXIT_PREEMPTED,))
     assert "stopped by SIGTERM after step 1 of 6" in said
     assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
     assert set(range(17, 25)) <= closed(tmp_path)
 
 
-def test_sigterm_while_an_environment_blocks_the_event_loop(model: Path, tmp_path: Path) -> None:
+def test_sigterm_while_an_environment_blocks_the_event_loop(warm_start: Path, tmp_path: Path) -> None:
     """For days: what it holds is left behind, and the run ends as if it had answered."""
     said = train(
-        tmp_path, model, "environment.settings.blocks=true", strike=signal.SIGTERM, exit_codes=(EXIT_PREEMPTED,)
+        tmp_path, warm_start, "environment.settings.blocks=true", strike=signal.SIGTERM, exit_codes=(EXIT_PREEMPTED,)
     )
     assert "stopped by SIGTERM after step 1 of 6" in said
     assert "blocks the rollout thread; abandoning it" in said
     assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
 
 
-def test_ctrl_c_while_the_trainer_waits_for_a_batch(model: Path, tmp_path: Path) -> None:
-    said = train(tmp_path, model, strike=signal.SIGINT, exit_codes=(130,))
+def test_ctrl_c_while_the_trainer_waits_for_a_batch(warm_start: Path, tmp_path: Path) -> None:
+    said = train(tmp_path, warm_start, strike=signal.SIGINT, exit_codes=(130,))
     assert said.count("flashrl train: interrupted") == 1
     assert "Traceback" not in said
     assert set(range(17, 25)) <= closed(tmp_path)
 
 
-def test_a_trainer_that_is_killed(model: Path, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed(warm_start: Path, tmp_path: Path) -> None:
     """The other rank meets its absence when it hands out the batch, and closes what streams on."""
     slow = ("environment.settings.seconds=0.5", "rollout.mode=in_flight", "environment.settings.sound=20")
-    train(tmp_path, model, *slow, strike=signal.SIGKILL, rank=1, processes=2, exit_codes=(KILLED, 1))
+    train(tmp_path, warm_start, *slow, strike=signal.SIGKILL, rank=1, processes=2, exit_codes=(KILLED, 1))
     assert len(closed(tmp_path)) == max(closed(tmp_path))
 
 
-def test_a_collector_that_dies_while_the_trainer_trains(model: Path, tmp_path: Path) -> None:
-    said = train(tmp_path, model, "environment.settings.long_prompt=true", "rollout.mode=in_flight", exit_codes=(2,))
+def test_a_collector_that_dies_while_the_trainer_trains(warm_start: Path, tmp_path: Path) -> None:
+    said = train(
+        tmp_path, warm_start, "environment.settings.long_prompt=true", "rollout.mode=in_flight", exit_codes=(2,)
+    )
     assert said.count("flashrl train: environment.name='workers.troubled.Troubled': the prompt of task ") == 1
     assert "has 500 tokens and leaves no room" in said and "batching.on_too_long=drop" in said

@@ -23,7 +23,6 @@ from processes import run_ranks
 from safetensors.torch import load_file
 
 from nemo_flashrl.metrics.table import from_machine
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.folder import EXIT_PREEMPTED, complete_checkpoints
 from nemo_flashrl.run.jsonl import read_json_lines
 
@@ -34,12 +33,6 @@ TP2_PP2 = ("parallel.tensor=2", "parallel.pipeline=2")
 KILLS = int(os.environ.get("FLASHRL_KILLS", "3"))
 STEPS = 2 * KILLS + 2  # a kill comes while one of the next two checkpoints is written
 KILLED = -signal.SIGKILL
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """It solves some tasks and not others: every batch has a gradient."""
-    return make_warm_start(tmp_path_factory.mktemp("survival") / "model")
 
 
 def settings(output: Path, model: Path, steps: int, *overrides: str) -> list[str]:
@@ -69,23 +62,23 @@ def prompts(run: Path) -> list[tuple[int, int]]:
 
 
 @pytest.fixture(scope="module")
-def straight(model: Path, tmp_path_factory) -> Path:
+def straight(warm_start: Path, tmp_path_factory) -> Path:
     """All steps in one go."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    train(run, model, STEPS, "checkpoint.every_steps=0")
+    train(run, warm_start, STEPS, "checkpoint.every_steps=0")
     return run
 
 
 @pytest.mark.parametrize(
     ("processes", "sizes", "tolerance"), [(1, (), 0.0), (4, TP2_PP2, 1e-6)], ids=["one", "tp2 pp2"]
 )
-def test_stopped_and_resumed_is_as_straight(model: Path, tmp_path: Path, processes, sizes, tolerance) -> None:
+def test_stopped_and_resumed_is_as_straight(warm_start: Path, tmp_path: Path, processes, sizes, tolerance) -> None:
     """Stopped exactly at an epoch's end; dropout makes every number depend on each rank's random generators."""
 
     def run(name: str, steps: int) -> dict[str, torch.Tensor]:
         out = tmp_path / f"{name}.pt"
         options = ("checkpoint.every_steps=100", "algorithm.settings.delta=inf", *BASELINES, *REFERENCE, *sizes)
-        overrides = settings(tmp_path / name, model, steps, *options)
+        overrides = settings(tmp_path / name, warm_start, steps, *options)
         run_ranks(processes, "whole_run", out, *overrides, dropout=0.1)
         return torch.load(out)
 
@@ -134,7 +127,7 @@ MOMENTS = [  # what is there when the process is killed, or soon after
 ]
 
 
-def test_killed_at_any_moment(model: Path, straight: Path, tmp_path: Path) -> None:
+def test_killed_at_any_moment(warm_start: Path, straight: Path, tmp_path: Path) -> None:
     """SIGKILL again and again; in the end the run is bit for bit the one that was never killed."""
     draw = random.Random(os.environ.get("FLASHRL_KILLS_SEED", "0"))
     run = tmp_path / "run"
@@ -145,7 +138,7 @@ def test_killed_at_any_moment(model: Path, straight: Path, tmp_path: Path) -> No
         step = max(1, reached + draw.choice([1, 2] if kill < 3 else [-1, 1, 2]))  # an older one is being removed
         pattern = moment.replace("step=*", f"step={step}")
         strike = (0, signal.SIGKILL, run, pattern, draw.choice([0.0, 0.001, draw.random() / 20]))
-        train(run, model, STEPS, *options, strike=strike, exit_codes=(KILLED, 0))
+        train(run, warm_start, STEPS, *options, strike=strike, exit_codes=(KILLED, 0))
         if (run / "checkpoint").exists():  # the strike came too late
             break
         killed += 1
@@ -155,7 +148,7 @@ def test_killed_at_any_moment(model: Path, straight: Path, tmp_path: Path) -> No
         reached = max(complete, default=0)
     assert killed
     if not (run / "checkpoint").exists():
-        train(run, model, STEPS, *options)
+        train(run, warm_start, STEPS, *options)
     assert metrics(run) == metrics(straight)
     assert prompts(run) == prompts(straight) == [(1 + i // BATCH, i) for i in range(STEPS * BATCH)]
     ours, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (run, straight))
@@ -163,11 +156,11 @@ def test_killed_at_any_moment(model: Path, straight: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("sizes", [("parallel.pipeline=2",), ()], ids=["tp1 pp2", "tp1 pp1"])
-def test_resumed_at_other_parallel_sizes(saved_at_tp2, model: Path, tmp_path: Path, sizes) -> None:
+def test_resumed_at_other_parallel_sizes(saved_at_tp2, warm_start: Path, tmp_path: Path, sizes) -> None:
     """The vocabulary of 23 tokens is padded to 256 rows at TP=2 and to 128 at TP=1."""
     run, state = saved_at_tp2
     shutil.copytree(run, tmp_path / "run")
-    overrides = settings(tmp_path / "run", model, 2, *REFERENCE, *sizes)
+    overrides = settings(tmp_path / "run", warm_start, 2, *REFERENCE, *sizes)
     run_ranks(1 + len(sizes), "whole_run", tmp_path / "state.pt", *overrides)
     restored = torch.load(tmp_path / "state.pt")
     assert restored.keys() == state.keys()
@@ -179,38 +172,39 @@ def test_resumed_at_other_parallel_sizes(saved_at_tp2, model: Path, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def saved_at_tp2(model: Path, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+def saved_at_tp2(warm_start: Path, tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
     root = tmp_path_factory.mktemp("tp2")
-    overrides = settings(root / "run", model, 2, *REFERENCE, "parallel.tensor=2")
+    overrides = settings(root / "run", warm_start, 2, *REFERENCE, "parallel.tensor=2")
     run_ranks(2, "whole_run", root / "state.pt", *overrides)
     return root / "run", torch.load(root / "state.pt")
 
 
-def test_sigterm_to_one_rank_saves_on_all(model: Path, straight: Path, tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_saves_on_all(warm_start: Path, straight: Path, tmp_path: Path) -> None:
     """Rank 1 alone is told to stop; both end after the same step, with the code that asks for a requeue."""
     run = tmp_path / "run"
     options = ("checkpoint.every_steps=0", "parallel.pipeline=2")
     strike = (1, signal.SIGTERM, run, "metrics.jsonl", 0.0)
-    said = train(run, model, 1000, *options, processes=2, strike=strike, exit_codes=(EXIT_PREEMPTED,))
+    said = train(run, warm_start, 1000, *options, processes=2, strike=strike, exit_codes=(EXIT_PREEMPTED,))
     (step,) = complete_checkpoints(run / "checkpoints")
     assert [line["step"] for line in metrics(run)] == list(range(1, step + 1))
     assert f"stopped by SIGTERM after step {step} of 1000" in said
     assert (run / "preempted").exists()
     assert not (run / "checkpoint").exists()
-    train(run, model, step + 2, *options, processes=2)
+    train(run, warm_start, step + 2, *options, processes=2)
     assert [line["step"] for line in metrics(run)] == list(range(1, step + 3))
     assert prompts(run) == [(1 + i // BATCH, i) for i in range((step + 2) * BATCH)]
     assert not (run / "preempted").exists()
 
 
-def test_a_complete_run_that_is_started_again_is_a_success(model: Path, tmp_path: Path) -> None:
+def test_a_complete_run_that_is_started_again_is_a_success(warm_start: Path, tmp_path: Path) -> None:
     """As a job that was requeued after its last step: under torchrun too, said once, nothing changed."""
     run = tmp_path / "run"
     options = ("parallel.tensor=2", "checkpoint.every_steps=0")
-    train(run, model, 1, *options, processes=2)
+    train(run, warm_start, 1, *options, processes=2)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    command += ["nemo_flashrl.cli", "train", "rehearsal", *settings(run, model, 1, *options)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [f"--log-dir={tmp_path / 'logs'}", "-m"]
+    command += ["nemo_flashrl.cli", "train", "rehearsal", *settings(run, warm_start, 1, *options)]
     again = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     assert again.stdout == (
@@ -219,13 +213,14 @@ def test_a_complete_run_that_is_started_again_is_a_success(model: Path, tmp_path
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_sigterm_ends_the_wait_for_servers(model: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_the_wait_for_servers(warm_start: Path, tmp_path: Path) -> None:
     """Two ranks: one waits for a server that never says that it is well, the other for the first."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         served = ["rollout=vllm", f"rollout.servers=[{url}]", "parallel.tensor=2"]
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-        command += ["nemo_flashrl.cli", "train", "rehearsal", *settings(tmp_path / "run", model, 1, *served)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command += [f"--log-dir={tmp_path / 'logs'}", "-m", "nemo_flashrl.cli", "train", "rehearsal"]
+        command += settings(tmp_path / "run", warm_start, 1, *served)
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
         silent.settimeout(300)
         asked, _ = silent.accept()
@@ -235,29 +230,31 @@ def test_sigterm_ends_the_wait_for_servers(model: Path, tmp_path: Path) -> None:
     assert "stopped by SIGTERM before its first step" in said
 
 
-def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(model: Path, straight: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(
+    warm_start: Path, straight: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     options = ("checkpoint.every_steps=4", "checkpoint.keep=1")
-    train(run, model, 4, *options)
-    said = train(run, model, 8, *options, file_bytes=400_000, exit_codes=(1,))
+    train(run, warm_start, 4, *options)
+    said = train(run, warm_start, 8, *options, file_bytes=400_000, exit_codes=(1,))
     assert "flashrl train: the checkpoint of step 8 could not be written" in said
     assert "Traceback" not in said
     assert "File too large" in said
     assert "the checkpoint of step 4 is complete and is kept" in said
     assert list(complete_checkpoints(run / "checkpoints")) == [4]
-    train(run, model, 8, *options)
+    train(run, warm_start, 8, *options)
     assert list(complete_checkpoints(run / "checkpoints")) == [8]
     assert metrics(run) == metrics(straight)[:8]
 
 
-def test_killed_with_a_batch_half_collected(model: Path, tmp_path: Path) -> None:
+def test_killed_with_a_batch_half_collected(warm_start: Path, tmp_path: Path) -> None:
     """Episodes stream on over the update: no prompt is trained twice, and those in flight come again."""
     run = tmp_path / "run"
     options = ("checkpoint.every_steps=2", "rollout.mode=async", f"rollout.max_in_flight={2 * BATCH}")
     strike = (0, signal.SIGKILL, run, "checkpoints/step=4/weights/metadata.json", 0.05)
-    train(run, model, 1000, *options, strike=strike, exit_codes=(KILLED,))
+    train(run, warm_start, 1000, *options, strike=strike, exit_codes=(KILLED,))
     resumed_at = max(complete_checkpoints(run / "checkpoints"))
-    train(run, model, resumed_at + 10, *options)
+    train(run, warm_start, resumed_at + 10, *options)
     steps = [line["step"] for line in metrics(run)]
     assert steps == list(range(1, resumed_at + 11))
     trained = [prompt for _, prompt in prompts(run)]

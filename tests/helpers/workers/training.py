@@ -31,7 +31,7 @@ def _strike_from_outside(number: int, folder: Path, pattern: str, seconds: float
     target = os.getpid()
     if os.fork():
         return
-    signal.alarm(120)
+    signal.alarm(600)
     while os.getppid() == target:
         if next(folder.glob(pattern), None) is not None:
             time.sleep(seconds)
