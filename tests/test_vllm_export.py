@@ -210,6 +210,7 @@ trainer: {{steps: 3}}
     run_ranks(4, "training", str(config))
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 3 and max(step["logprob_difference_max"] for step in steps) <= EXACT
+    assert all(0 < step["weight_sync_logprob_difference"] <= EXACT for step in steps)
     said = server.log.read_text()[len(before) :]
     assert said.count("POST /v1/load_lora_adapter") == 4 and "POST /update_weights" not in said
     first = AutoModelForCausalLM.from_pretrained(exported).state_dict()

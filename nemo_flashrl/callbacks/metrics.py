@@ -102,6 +102,7 @@ class RLMetricsCallback(pl.Callback):
             "grad_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             **self.refit.driver.faults(),
+            **self._probe(),
             **self._times(step),
             **memory,
         }
@@ -112,6 +113,10 @@ class RLMetricsCallback(pl.Callback):
         self._write(record, step, trainer)
         self._progress.step_done(record)
         self._action_share.see(number, record["action_token_share"])
+
+    def _probe(self) -> dict[str, float]:
+        probe = self.refit.probe
+        return {} if probe is None or probe.largest is None else {"weight_sync_logprob_difference": probe.largest}
 
     def _times(self, step: RankStep) -> dict[str, float]:
         seconds = time.perf_counter() - self._step_started
