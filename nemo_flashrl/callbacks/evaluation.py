@@ -51,9 +51,9 @@ class EvaluationCallback(pl.Callback):
         metrics = self._played("evaluation")
         if self.reference is not None:
             with self.reference.swapped_in():
-                self.refit.hand_over(trainer, pl_module)
+                self.refit.sync_weights(trainer, pl_module)
             metrics |= self._played("reference_evaluation")
-            self.refit.hand_over(trainer, pl_module)
+            self.refit.sync_weights(trainer, pl_module)
         trainer.datamodule.current_step.report({**metrics, "evaluating_seconds": time.perf_counter() - started})
 
     def _played(self, name: str) -> dict[str, float]:

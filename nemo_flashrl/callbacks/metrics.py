@@ -109,6 +109,7 @@ class RLMetricsCallback(pl.Callback):
             "grad_norm": float(trainer.callback_metrics.get("grad_norm", float("nan"))),
             "learning_rate": self._learning_rate,
             **self.refit.driver.faults(),
+            **self._probe(),
             **self._times(step),
             **memory,
         }
@@ -120,6 +121,10 @@ class RLMetricsCallback(pl.Callback):
         self._progress.step_done(record)
         self._action_share.see(number, record["action_token_share"])
         self._left_out.see(number, record)
+
+    def _probe(self) -> dict[str, float]:
+        probe = self.refit.probe
+        return {} if probe is None or probe.largest is None else {"weight_sync_logprob_difference": probe.largest}
 
     def _times(self, step: RankStep) -> dict[str, float]:
         seconds = time.perf_counter() - self._step_started

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 
 from nemo_flashrl.models.scoring import weight_probe
 from nemo_flashrl.rollout.driver import RolloutDriver
-from nemo_flashrl.weight_sync.probe import ProbedWeights
+from nemo_flashrl.weight_sync.probe import Probe, ProbedWeights
 from nemo_flashrl.weights.adapters import stream_adapter
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
@@ -28,26 +28,30 @@ class WeightRefitCallback(pl.Callback):
         self.probed = probed
         self.adapter = adapter
         self.seconds = 0.0
+        self.probe: Probe | None = None  # of the last sync
+        self._first_probe: Probe | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The sampler starts from the trainer's weights, whatever it was loaded with."""
-        self.hand_over(trainer, pl_module)
+        self.sync_weights(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """The policy version is the number of optimizer steps that made it."""
         if self.driver is not None:
             self.driver.trained()
-        self.hand_over(trainer, pl_module)
+        self.sync_weights(trainer, pl_module)
 
-    def hand_over(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def sync_weights(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The module's weights of this moment, to the sampler. A collective over all ranks."""
         started = time.perf_counter()
         model, vocab_size = unwrap(pl_module), pl_module.head.vocab_size
-        probe = weight_probe(trainer.strategy.megatron_parallel, vocab_size) if self.probed else None
+        pipeline = trainer.strategy.megatron_parallel
+        self.probe = weight_probe(pipeline, vocab_size, self._first_probe) if self.probed else None
+        self._first_probe = self._first_probe or self.probe
         stream = stream_adapter(model, scaled=True) if self.adapter else stream_hf_tensors(model, vocab_size)
         try:
             if self.driver is not None:
-                weights = stream if probe is None else ProbedWeights(stream, probe)
+                weights = stream if self.probe is None else ProbedWeights(stream, self.probe)
                 self.driver.load_weights(weights, trainer.global_step)
         finally:
             for _ in stream:  # every rank walks to the end: a loader that failed must not leave the others waiting

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from nemo_flashrl.doctor.rule import Rule, last_steps, recent, setting, steps_where
+from nemo_flashrl.doctor.rule import Rule, last_steps, long_enough, recent, setting, steps_where, thirds
 from nemo_flashrl.run.record import RunRecord
 
 LOW_ACCEPTANCE = 0.7  # of stale trajectories, over which a step still has most of its batch
 FRESH_ACCEPTANCE = 0.95  # of trajectories that the very weights in training have sampled: nearly all should pass
+FEWEST_SYNCS = 3
+ROUNDING_NATS = 2e-5  # between trainer and server in fp32, whatever the step
 MISMATCH_NATS = 0.02  # bf16 engines differ from a trainer by 1e-3 to 1e-2 per token on the same weights
 
 
@@ -28,6 +30,20 @@ def _mismatch(run: RunRecord) -> str:
         return ""
     worst = np.nanmean(difference[bad])
     return f"logprob_difference is {worst:.3g} nats per token at {steps_where(run, bad)} on-policy (staleness_max 0)"
+
+
+def _sync_drifts(run: RunRecord) -> str:
+    """A part of the weights that the sampler never renews is further off after each sync."""
+    column = run.column("weight_sync_logprob_difference")
+    distance = column[np.isfinite(column)]
+    if len(distance) < FEWEST_SYNCS or distance[-1] < ROUNDING_NATS:
+        return ""
+    before, after = thirds(distance)
+    steady = long_enough(run) or bool((np.diff(distance) > 0).all())
+    if not (distance[-1] > 10 * distance[0] or (steady and after > 2 * before)):
+        return ""
+    steps = steps_where(run, np.isfinite(column))
+    return f"weight_sync_logprob_difference went from {distance[0]:.2g} to {distance[-1]:.2g} nats per token, {steps}"
 
 
 def _gate_strict(run: RunRecord) -> str:
@@ -96,6 +112,18 @@ SAMPLING_RULES = (
             "different numerics in the engine (quantised weights, fp8 KV cache, another RoPE scaling)",
         ),
         "sample at rollout.temperature alone: no top-p, top-k or penalties in the engine; same precision",
+    ),
+    Rule(
+        "sync_drifts",
+        "After each weight sync the sampler is further from the trainer",
+        _sync_drifts,
+        (
+            "a part of the weights that the server does not renew: a tied LM head, a packed or quantised copy",
+            "a prefix cache or KV cache that is kept over the sync",
+            "rounding: the server in bf16, or logits that grow",
+        ),
+        "a server started by `flashrl serve-rollout` and of the vLLM version that the docs name; the same precision on "
+        "both sides (model.precision); compare with a restarted server",
     ),
     Rule(
         "gate_rejects_stale",

@@ -2,8 +2,16 @@
 
 generate ----> the server with the least in flight ----> checked answer
                  |  fault: counted, then another server, a few times
-load_weights -> a folder (weight_folder.py) -> every server: pause, load, go on -> probe (probe.py)
+load_weights -> a folder (weight_sync/folder.py) -> every server: pause, load, go on -> probe (weight_sync/probe.py)
                  |  fault: the old weights stay; retried a few times
+
+From the optimizer step to a server with its weights:
+
+    callbacks/weight_refit.py       WeightRefitCallback.sync_weights   every rank: a probe, a stream, until it is loaded
+    weights/shards.py               stream_hf_tensors                  live shards -> Hugging Face names, one at a time
+    rollout/driver.py               RolloutDriver.load_weights         into the event loop's thread
+    engines/http.py                 RemoteEngine.load_weights          a folder; `Dialect.load`; the probe
+    rollout_server/vllm_backend.py  WeightTransfer.receive_weights     in the server: checked, then loaded
 """
 
 from __future__ import annotations
@@ -63,7 +71,7 @@ class Dialect(Protocol):
         """Tokens of prompt and answer together that it takes; None where it does not say."""
         ...
 
-    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
+    async def load(self, pool: ServerPool, server: Server, weights: Weights) -> None:
         """Replace a server's weights between two tokens of what is in flight."""
         ...
 
@@ -159,7 +167,7 @@ class RemoteEngine:
         weights = Weights(self._home.folder / f"sync-{self._syncs}", version, getattr(stream, "probe", None))
         try:
             await self._write(stream, weights.folder)
-            await self._distribute_to_some(weights)
+            await self._load_anywhere(weights)
         except BaseException:
             shutil.rmtree(weights.folder, ignore_errors=True)
             raise
@@ -176,7 +184,7 @@ class RemoteEngine:
         self._home.remove()
 
     async def _write(self, stream: NamedTensors, folder: Path) -> None:
-        """What `Dialect.install` hands to servers."""
+        """What `Dialect.load` tells servers to read."""
         await write_folder(stream, folder)
 
     async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
@@ -197,13 +205,13 @@ class RemoteEngine:
                 "configuration"
             )
         if self._weights is not None:
-            await self._sync(server, self._weights)
+            await self._load(server, self._weights)
 
-    async def _distribute_to_some(self, weights: Weights) -> None:
+    async def _load_anywhere(self, weights: Weights) -> None:
         """Until a server serves `weights`; they may all have gone down while no request was in flight."""
         servers = self._pool.servers
         for _ in range(SYNC_ATTEMPTS):
-            failures = [result for result in await self._distribute(weights) if result is not None]
+            failures = [result for result in await self._load_everywhere(weights) if result is not None]
             if len(failures) < len(servers):
                 return
             if any(await asyncio.gather(*map(self._pool.examine, servers))):
@@ -212,17 +220,18 @@ class RemoteEngine:
         said = f"no rollout server took the weights of version {weights.version}: {failures[0]}"
         raise NoServer(said) from failures[0]
 
-    async def _distribute(self, weights: Weights) -> list[BaseException | None]:
+    async def _load_everywhere(self, weights: Weights) -> list[BaseException | None]:
         """Bring all servers to `weights`; what each failed with, None for one that serves them."""
-        return await asyncio.gather(*(self._refit(s, weights) for s in self._pool.servers), return_exceptions=True)
+        loads = (self._load_with_retries(server, weights) for server in self._pool.servers)
+        return await asyncio.gather(*loads, return_exceptions=True)
 
-    async def _refit(self, server: Server, weights: Weights) -> None:
+    async def _load_with_retries(self, server: Server, weights: Weights) -> None:
         """Bring one server to `weights`, if need be after it has come back; out of use when that fails."""
         for attempt in range(SYNC_ATTEMPTS):
             try:
                 if not server.up:
                     await self._pool.bring_up(server)
-                return await self._pool.watched(server, self._sync(server, weights))
+                return await self._pool.watched(server, self._load(server, weights))
             except Fault as fault:
                 self._pool.faults[f"sync_{fault.reason}"] += 1
                 say(f"weights of version {weights.version}: {fault}")
@@ -231,21 +240,26 @@ class RemoteEngine:
                     self._pool.drop(server)
                     raise
 
-    async def _sync(self, server: Server, weights: Weights) -> None:
-        await self._dialect.install(self._pool, server, weights)
-        await self._verify(server, weights)
+    async def _load(self, server: Server, weights: Weights) -> None:
+        await self._dialect.load(self._pool, server, weights)
+        await self._check_probe(server, weights)
 
-    async def _verify(self, server: Server, weights: Weights) -> None:
+    async def _check_probe(self, server: Server, weights: Weights) -> None:
         """Fault for a server that computes something else than the trainer does with `weights`."""
-        if weights.probe is None:
+        probe = weights.probe
+        if probe is None:
             return
-        distance = weights.probe.distance(await self._dialect.score(self._pool, server, weights.probe.token_ids))
-        if distance > weights.probe.tolerance:
+        distance = probe.distance(await self._dialect.score(self._pool, server, probe.token_ids))
+        if distance > probe.tolerance:
             raise Fault(
                 "probe",
                 f"{server.url} computes other log-probs than the trainer after the weights of version "
-                f"{weights.version}: {distance:.3g} nats per token apart on average",
+                f"{weights.version}: {distance:.3g} nats per token apart on average, where rounding explains "
+                f"{probe.tolerance:.2g}. Look at: a tied LM head that the server did not renew, a prefix cache kept "
+                "over the sync, precision (--dtype, quantization and model.precision), the server's version, and "
+                "whether it was started from model.path",
             )
+        probe.largest = max(distance, probe.largest or 0.0)
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:

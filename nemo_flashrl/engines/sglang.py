@@ -99,7 +99,7 @@ class SGLangDialect:
             raise Fault("malformed", f"{server.url} scored tokens other than those it was asked for")
         return [row[0] for row in rows[1:]]
 
-    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
+    async def load(self, pool: ServerPool, server: Server, weights: Weights) -> None:
         """Take back what is in flight, load, reset the KV cache, continue."""
         await pool.call(server, "/pause_generation", {"mode": "retract"})
         body = {"model_path": str(weights.folder), "weight_version": str(weights.version), "flush_cache": True}

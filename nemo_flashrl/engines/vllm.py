@@ -117,34 +117,31 @@ class VLLMDialect:
         rows = (await pool.call(server, self.generate_path, body))["prompt_logprobs"]
         return [row[str(token)]["logprob"] for row, token in zip(rows[1:], token_ids[1:], strict=True)]
 
-    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
-        """See `update`; the server reads the folder itself."""
-        await self.update(pool, server, {"folder": str(weights.folder)}, weights.version)
-
-    async def update(
+    async def load(
         self,
         pool: ServerPool,
         server: Server,
-        update_info: dict[str, Any],
-        version: int,
+        weights: Weights,
+        broadcast: dict[str, Any] | None = None,
         untouched: Callable[[], bool] = lambda: True,
     ) -> None:
         """Pause between two tokens, load, reset the KV cache, continue.
 
-        After a failed load the old weights are served again, where they are `untouched`; else the server stays paused.
+        The server reads the folder itself, or takes part in the `broadcast` that this describes. After a failed load the
+        old weights are served again, where they are `untouched`; else the server stays paused.
         """
         await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
         try:
             await self._start(pool, server)
-            await self._replace(pool, server, update_info)
+            await self._load_paused(pool, server, broadcast or {"folder": str(weights.folder)})
         except (Fault, ValueError) as error:
             if untouched():
                 await pool.call(server, "/resume", {})
             raise error if isinstance(error, Fault) else Fault("status", str(error)) from error
-        await pool.call(server, "/finish_weight_update", {"weight_version": str(version)})
+        await pool.call(server, "/finish_weight_update", {"weight_version": str(weights.version)})
         await pool.call(server, "/resume", {})
 
-    async def _replace(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+    async def _load_paused(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
         await pool.call(server, "/update_weights", {"update_info": update_info})
 
     async def _start(self, pool: ServerPool, server: Server) -> None:
@@ -203,15 +200,12 @@ class AdapterDialect(VLLMDialect):
         """Of the base: a server that was started anew has no adapter yet."""
         await self._base.check(pool, server)
 
-    async def install(self, pool: ServerPool, server: Server, weights: Weights) -> None:
-        """See `update`. A load that fails leaves the adapter before it."""
-        await self.update(pool, server, {"folder": str(weights.folder)}, weights.version)
-        self._loaded = True
-
-    async def _replace(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+    async def _load_paused(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+        """A load that fails leaves the adapter before it."""
         body = {"lora_name": ADAPTER, "lora_path": update_info["folder"], "load_inplace": True}
         try:
             await pool.call(server, LOAD_ADAPTER, body)
         except Fault as fault:
             if fault.reason != "malformed":  # it answers in words
                 raise
+        self._loaded = True

@@ -62,16 +62,16 @@ class BroadcastEngine(RemoteEngine):
             self._leave()
         await super()._adopt(server)
 
-    async def _sync(self, server: Server, weights: Weights) -> None:
+    async def _load(self, server: Server, weights: Weights) -> None:
         """One server that has come back."""
         async with self._lock:
             try:
                 await self._broadcast([server], weights)
             except _Failed as failure:
                 raise failure.faults.get(server) or Fault("broadcast", str(failure)) from failure
-        await self._verify(server, weights)
+        await self._check_probe(server, weights)
 
-    async def _distribute(self, weights: Weights) -> list[BaseException | None]:
+    async def _load_everywhere(self, weights: Weights) -> list[BaseException | None]:
         """See `RemoteEngine`. A server that fails is left out at once, and the others begin again without it."""
         servers = self._pool.servers
         failures: dict[Server, BaseException] = {}
@@ -88,7 +88,7 @@ class BroadcastEngine(RemoteEngine):
         async with self._lock:
             failures |= await self._broadcast_to_the_living([s for s in servers if s not in failures], weights)
         taken = [server for server in servers if server not in failures]
-        verified = await asyncio.gather(*(self._verify(s, weights) for s in taken), return_exceptions=True)
+        verified = await asyncio.gather(*(self._check_probe(s, weights) for s in taken), return_exceptions=True)
         failures |= {server: result for server, result in zip(taken, verified, strict=True) if result is not None}
         for server in failures:
             self._pool.drop(server)
@@ -137,7 +137,7 @@ class BroadcastEngine(RemoteEngine):
             for _, tensor in tensors.items():
                 group.broadcast(tensor.to(self._device), step)
 
-        calls = [self._dialect.update(self._pool, server, info, weights.version, untouched) for server in servers]
+        calls = [self._dialect.load(self._pool, server, weights, info, untouched) for server in servers]
         try:
             await self._together(group, step, dict(zip(self._members, calls, strict=True)), send, begun)
         except _Failed:

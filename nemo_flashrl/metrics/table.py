@@ -119,6 +119,12 @@ _ROLLOUT = (
     Metric("servers_lost", "servers", "removed from the pool in this step, its weight sync included", MACHINE),
     Metric("rollout_faults", "tries", "requests and weight syncs of this step that failed and were retried", MACHINE),
     Metric("rollout_faults_*", "tries", "the same by reason; `sync_*` are weight syncs", MACHINE),
+    Metric(
+        "weight_sync_logprob_difference",
+        "nats",
+        "|trainer - server| per token of the probe after the weight sync, mean; of the server furthest off",
+        MACHINE,
+    ),
     Metric("observations_truncated", "observations", "truncated at rollout.max_observation_tokens"),
     _sum("dropped_ratio_guard", "trajectories", "rejected for a token whose ratio exceeds ratio_guard", "guarded"),
     Metric("dropped_*", "trajectories", "left out of training, by reason"),

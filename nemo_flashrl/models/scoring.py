@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,19 @@ from nemo_flashrl.weight_sync.probe import Probe, probe_token_ids
 
 AGREEMENT_NATS = 1e-3  # same kernels, same weights: only dropout or noise moves the two passes so far apart
 RANDOM_FIELDS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
-# Mean nats a token. In bf16 the trainer's kernels and the sampler's round differently.
-PROBE_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+# What a probe may be off, mean nats a token. In fp32 on a CPU 5e-6 was measured between Megatron and transformers, 1e-5
+# to vLLM; GPUs may multiply fp32 in fewer bits. Nothing was measured on one.
+FP32_TOLERANCE, FP32_TOLERANCE_ON_GPU = 1e-4, 1e-3
+# In bf16 each layer rounds to 8 bits, 2^-8 of a value at most, in an order of its own in each program: errors add up as
+# a random walk, sqrt(layers), and move logits in proportion to their spread. In units of spread x 2^-8, the mean
+# difference over the probe between Megatron and transformers, both in bf16 on a CPU, with random models of hidden 64 to
+# 1024, 2 to 48 layers, tied and not, dense and of 16 experts, spread 1 to 10, was 0.9 to 5.3, and nowhere more than 2 +
+# 0.7 sqrt(layers). The first sync may be off by three times that. Which part of it a model, two programs and a machine
+# really have is what this sync measures: later ones may be off by three times the first. A head that was old by 5% of
+# its size was 9 to 14 of these units off, by 10% 17 to 28.
+BF16_ROUNDING = 2.0**-8
+BF16_MARGIN = 3.0
+SMALLEST_SPREAD = 1.0  # nats; less was not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +175,11 @@ def first_places(microbatch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return first % length * rows + first // length, known
 
 
-def weight_probe(pipeline: MegatronParallel, vocab_size: int) -> Probe:
-    """A probe for the weights that the next stream carries, on every rank; a collective over all ranks."""
+def weight_probe(pipeline: MegatronParallel, vocab_size: int, first: Probe | None = None) -> Probe:
+    """A probe for the weights that the next stream carries, on every rank; a collective over all ranks.
+
+    `first` is that of the first sync, which has measured what rounding makes of this model on these servers.
+    """
     token_ids = probe_token_ids(vocab_size)
     rank = parallel_state.get_context_parallel_rank()
     size = parallel_state.get_context_parallel_world_size()
@@ -186,7 +201,22 @@ def weight_probe(pipeline: MegatronParallel, vocab_size: int) -> Probe:
     torch.distributed.all_gather_object(everyone, own, group=platform.object_group())
     known = {position: logprob for part in everyone for position, logprob in part.items()}
     logprobs = tuple(known[position] for position in range(len(token_ids) - 1))
-    return Probe(token_ids, logprobs, PROBE_TOLERANCES[next(pipeline.parameters()).dtype])
+    dtype, layers = next(pipeline.parameters()).dtype, pipeline.module.config.num_layers
+    return Probe(token_ids, logprobs, probe_tolerance(dtype, layers, logprobs, first))
+
+
+def probe_tolerance(dtype: torch.dtype, layers: int, logprobs: Sequence[float], first: Probe | None = None) -> float:
+    """Mean nats a token by which a sampler with the same weights may be off."""
+    if dtype != torch.bfloat16:
+        return FP32_TOLERANCE_ON_GPU if platform.has_gpu() else FP32_TOLERANCE
+    units = 2 + 0.7 * math.sqrt(layers)
+    if first is not None and first.largest is not None:
+        units = min(units, max(1.0, first.largest / _unit(first.logprobs)))
+    return BF16_MARGIN * units * _unit(logprobs)
+
+
+def _unit(logprobs: Sequence[float]) -> float:
+    return BF16_ROUNDING * max(statistics.pstdev(logprobs), SMALLEST_SPREAD)
 
 
 @contextlib.contextmanager

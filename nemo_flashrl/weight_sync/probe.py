@@ -12,13 +12,14 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]  # Hugging Face names; one ten
 PROBE_TOKENS = 64  # a multiple of every usual tensor-parallel size, which sequence parallelism asks for
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Probe:
     """Log-probs of a model's own distribution, at temperature 1, under the weights that it comes with."""
 
     token_ids: tuple[int, ...]  # [S]
     logprobs: tuple[float, ...]  # [S - 1], of token_ids[1:]
     tolerance: float  # nats, on the mean absolute difference
+    largest: float | None = None  # nats, the largest such difference of a server that passed; None before the first
 
     def distance(self, logprobs: Sequence[float]) -> float:
         """Mean absolute difference in nats; inf where `logprobs` has a NaN."""

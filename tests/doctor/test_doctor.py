@@ -61,6 +61,16 @@ WRITTEN = {  # rule -> (numbers of the last five steps, settings)
     "flash_attention_missing": ({"flash_attention_active": 0.0}, {}),  # a CPU has none, and a run there says nothing
 }
 
+SYNC_RULE = "sync_drifts"  # a server on a CPU renews all it has, and the rehearsal samples in process
+SYNCS = {  # weight_sync_logprob_difference of each step -> whether the rule fires
+    "a head that is never renewed": ([1.6e-4, 3.6e-4, 7e-4, 1.2e-3], True),
+    "the same, under rounding in bf16": ([0.02 + 0.004 * n for n in range(12)], True),
+    "ten times the first": ([2e-5, 3e-5, 2.5e-4], True),
+    "rounding in bf16": ([0.02, 0.03, 0.025, 0.018, 0.022, 0.031, 0.02, 0.027, 0.024, 0.03], False),
+    "rounding in fp32": ([4e-7, 9e-7, 1.4e-6, 2e-6, 5e-6], False),
+    "two syncs": ([1e-4, 1e-2], False),
+}
+
 
 def lines_of(name: str) -> list[dict]:
     """As version 0.1.0 wrote them; the first holds the configuration."""
@@ -78,7 +88,7 @@ def fired(run: RunRecord) -> dict[str, str]:
 
 
 def test_every_rule_has_its_run() -> None:
-    assert sorted(rule.name for rule in RULES) == sorted([*RECORDED, *WRITTEN])
+    assert sorted(rule.name for rule in RULES) == sorted([*RECORDED, *WRITTEN, SYNC_RULE])
 
 
 @pytest.mark.parametrize("name", ["healthy", "healthy_grpo"])
@@ -102,6 +112,16 @@ def test_a_rule_fires_where_its_fault_is_written(name: str) -> None:
     assert list(fired(run)) == [name]
     if name != "fragmentation":  # it looks at a mean
         assert "steps 76-80" in fired(run)[name]
+
+
+@pytest.mark.parametrize("kind", SYNCS)
+def test_a_sampler_that_drifts(tmp_path: Path, kind: str) -> None:
+    values, fires = SYNCS[kind]
+    steps = [{"step": n, "weight_sync_logprob_difference": value} for n, value in enumerate(values, 1)]
+    evidence = fired(RunRecord(tmp_path, steps, {})).get(SYNC_RULE, "")
+    assert bool(evidence) == fires
+    if kind == "a head that is never renewed":
+        assert evidence == "weight_sync_logprob_difference went from 0.00016 to 0.0012 nats per token, steps 1-4"
 
 
 def test_evidence_names_metric_and_steps() -> None:

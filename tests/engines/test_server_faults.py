@@ -340,18 +340,23 @@ def test_sync_is_tried_again_and_probed(pair: list[StandIn]) -> None:
             check(generation, Sampling(), np.zeros(V, np.float32), version=2)
         assert pair[0].counts()["/inference/v1/generate"] == before
         pair[0].behave()
-        await over.load_weights(weights(1.0, 3), 3)  # it is given another chance
+        third = weights(1.0, 3)
+        await over.load_weights(third, 3)  # it is given another chance
+        assert 0 <= third.probe.largest < 1e-5
         assert [server.up for server in over._pool.servers] == [True, True]
 
     run(over, story())
 
 
 def test_probe_sees_weights_that_are_not_the_trainers(pair: list[StandIn]) -> None:
-    over = engine(pair)
+    over, other = engine(pair), weights(1.0, 1, off=0.01)
 
     async def story() -> None:
-        with pytest.raises(RuntimeError, match=r"other log-probs than the trainer.*0\.01 nats"):
-            await over.load_weights(weights(1.0, 1, off=0.01), 1)
+        with pytest.raises(
+            RuntimeError, match=r"other log-probs than the trainer.*0\.01 nats.*0\.001\. Look at: a tied"
+        ):
+            await over.load_weights(other, 1)
+        assert other.probe.largest is None
 
     run(over, story())
 

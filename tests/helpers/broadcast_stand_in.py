@@ -41,6 +41,9 @@ class Model:
         self.weights = {"w": torch.from_numpy(stand_in_server.START)}
         self.act = act
 
+    def modules(self) -> list[torch.nn.Module]:
+        return []
+
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in tensors:
             self.weights[name] = tensor.clone()
@@ -64,6 +67,7 @@ _module(
     initialize_layerwise_reload=lambda model: model.weights.clear(),
     finalize_layerwise_reload=lambda model, config: None,
 )
+_module("vllm.model_executor.layers.quantization.base_config", QuantizeMethodBase=type("QuantizeMethodBase", (), {}))
 for parent in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", "vllm.model_executor"):
     _module(parent)
 _module("vllm.model_executor.model_loader")

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import pickle
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from processes import run_ranks
 from tiny import random_trajectories, write_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nemo_flashrl.models.scoring import probe_tolerance
+from nemo_flashrl.weight_sync.probe import Probe, probe_token_ids
 
 VOCAB_SIZE = 131  # padded to 256 rows
 TEMPERATURE = 0.7
@@ -24,8 +30,6 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     """A folder, and of each trajectory, by its later tokens, the log-probs and entropies of plain float64 torch."""
-    from transformers import AutoModelForCausalLM
-
     root = tmp_path_factory.mktemp("scoring")
     folder = write_model(root / "model", vocab_size=VOCAB_SIZE)
     trajectories = random_trajectories(10, VOCAB_SIZE, seed=4)
@@ -68,3 +72,32 @@ def test_dropout_is_refused_before_the_first_update(case) -> None:
         r"training pass and -\d+\.\d+ in the no-grad pass; set dropout and jitter to 0"
     )
     assert all(re.fullmatch(message, (out.parent / f"refusal{rank}").read_text()) for rank in range(2))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stale_head_is_beyond_rounding(tmp_path: Path, tied: bool) -> None:
+    """Two programs of one bf16 model, one rounding each layer and one nothing; then the first with an old head."""
+    folder = write_model(tmp_path, tied=tied, dtype=torch.bfloat16)
+    token_ids = probe_token_ids(515)
+    rounding, exact = (AutoModelForCausalLM.from_pretrained(folder, dtype=d).eval() for d in (torch.bfloat16, None))
+    exact.float()
+    head = rounding.lm_head.weight.detach()
+    noise = torch.randn(head.shape, generator=torch.Generator().manual_seed(1))
+    old_head = head + (0.1 * head.float().std() * noise).to(torch.bfloat16)
+    first = Probe(token_ids, logprobs_of(exact, exact.lm_head.weight, token_ids), 0.0)
+    first.tolerance = probe_tolerance(torch.bfloat16, 2, first.logprobs)
+    first.largest = first.distance(logprobs_of(rounding, head, token_ids))
+    assert 0 < first.largest < first.tolerance / 2
+    stale = first.distance(logprobs_of(rounding, old_head, token_ids))
+    assert stale > first.tolerance
+    later = probe_tolerance(torch.bfloat16, 2, first.logprobs, replace(first, largest=0.01))
+    assert later == pytest.approx(0.03)  # three times what the first sync measured, where that is less
+    assert probe_tolerance(torch.float32, 48, first.logprobs) == 1e-4
+    assert probe_tolerance(torch.bfloat16, 24, [-13.0, -7.0]) == pytest.approx(0.19, abs=0.002)  # spread 3
+
+
+@torch.no_grad()
+def logprobs_of(model: PreTrainedModel, head: torch.Tensor, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    """Of `token_ids[1:]`, with the head given."""
+    logits = model.model(torch.tensor([token_ids])).last_hidden_state[0, :-1] @ head.T
+    return tuple(torch.log_softmax(logits.float(), -1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0].tolist())

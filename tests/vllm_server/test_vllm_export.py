@@ -121,11 +121,12 @@ def test_vllm_computes_a_folder_of_any_family(computed: dict, ends: dict[str, Pa
     compare(computed[family], ends[family])
 
 
-def test_a_tied_head_follows_every_sync(ends: dict[str, Path]) -> None:
+def test_a_tied_head_follows_every_sync(ends: dict[str, Path], tmp_path: Path) -> None:
     """By folder and by broadcast; vLLM's CPU build multiplies by a copy of the head, made when weights are loaded."""
     with served(ends["qwen2"]) as server:
         check_three_syncs(VLLMEngine, server)
         check_three_syncs(BroadcastEngine, server)
+        assert "lm_head.weight" in train(server, 1, tmp_path, "optimizer.learning_rate=1e-3")
 
 
 def test_adapters_of_an_untied_model(ends: dict[str, Path]) -> None:
@@ -198,35 +199,39 @@ def test_a_server_that_lost_its_adapter_gets_it_again(server: RealServer) -> Non
     asyncio.run(story())
 
 
-def test_train_with_adapters_on_the_wire(server: RealServer, exported: Path, tmp_path: Path) -> None:
-    """TP2 x PP2, three steps: what the trainer computes is what the server said, and no base weight was sent."""
-    config = tmp_path / "run.yaml"
+def train(server: RealServer, ranks: int, folder: Path, *overrides: str) -> set[str]:
+    """Three steps, in which the trainer computes what the server said; the tensors that have moved."""
+    config = folder / "run.yaml"
     config.write_text(
         f"""
 defaults: [/algorithm: flash_reinforce, _self_]
-output: {tmp_path}/run
-model: {{path: {exported}, context_length: 256, precision: fp32}}
-parallel: {{tensor: 2, pipeline: 2}}
-lora: {{rank: {RANK}, alpha: {ALPHA}}}
+output: {folder}/run
+model: {{path: {server.model}, context_length: 256, precision: fp32}}
 optimizer: {{learning_rate: 1.0e-2, warmup_steps: 0}}
 environment: {{name: letters.Letters}}
 rollout:
   engine: vllm
   servers: ["{server.url}"]
-  weight_transfer: adapter
   batch_size: 8
   max_turns: 2
   max_tokens_per_turn: 32
 trainer: {{steps: 3}}
 """
     )
-    before = server.log.read_text()
-    run_ranks(4, "training", str(config))
-    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    run_ranks(ranks, "training", str(config), *overrides)
+    steps = read_metrics(folder / "run" / "metrics.jsonl")
     assert len(steps) == 3 and max(step["logprob_difference_max"] for step in steps) <= EXACT
+    assert all(0 < step["weight_sync_logprob_difference"] <= EXACT for step in steps)
+    first = AutoModelForCausalLM.from_pretrained(server.model).state_dict()
+    last = AutoModelForCausalLM.from_pretrained(folder / "run" / "checkpoint").state_dict()
+    return {name for name in first if not torch.equal(first[name], last[name])}
+
+
+def test_train_with_adapters_on_the_wire(server: RealServer, tmp_path: Path) -> None:
+    """TP2 x PP2; no base weight is sent."""
+    before = server.log.read_text()
+    parallel = ("parallel.tensor=2", "parallel.pipeline=2")
+    moved = train(server, 4, tmp_path, *parallel, *ADAPTERS, f"lora.alpha={ALPHA}")
     said = server.log.read_text()[len(before) :]
     assert said.count("POST /v1/load_lora_adapter") == 4 and "POST /update_weights" not in said
-    first = AutoModelForCausalLM.from_pretrained(exported).state_dict()
-    last = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint").state_dict()
-    moved = {name for name in first if not torch.equal(first[name], last[name])}
     assert len(moved) == 2 * 7  # the second and third batch came from a policy that had moved

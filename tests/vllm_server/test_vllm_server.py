@@ -308,6 +308,7 @@ trainer: {{steps: 3}}
     tokens = sum(step["policy_tokens"] for step in steps)
     assert tokens > 3000
     assert max(step["logprob_difference_max"] for step in steps) <= EXACT
+    assert all(0 < step["weight_sync_logprob_difference"] <= EXACT for step in steps)
     assert all(step["staleness_max"] == 0 and step["servers_lost"] == 0 for step in steps)
     # 16 episodes a step make 16 requests at least, and of any 16 in a row two are cut.
     assert all((step.get("rollout_faults_unreachable", 0) >= 2) == cut for step in steps)
