@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from nemo_flashrl import platform
 from nemo_flashrl.build import build_callbacks, build_data, build_driver, build_model, build_trainer
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.preflight.admission import report_disk
 from nemo_flashrl.preflight.conflicts import report_conflicts
 from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.run.folder import RunFolder
@@ -39,6 +40,8 @@ def train(config: RunConfig) -> Path:
     with parts.folder.held(by_this_rank=first):
         platform.install()
         model = build_model(config, parts)
+        if first:
+            report_disk(config, parts.hf_config)
         driver = build_driver(config, parts) if first else None
         data = build_data(config, parts, driver)
         trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder.step + 1)

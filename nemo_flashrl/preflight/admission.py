@@ -1,13 +1,19 @@
-"""What is refused on the machine that submits, before a job waits in a queue."""
+"""What is refused for want of room: memory, before a job waits in a queue; disk, before a run's first step."""
 
 from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.plan.devices import find_device
 from nemo_flashrl.plan.fitting import check_layout, fits, largest_context
-from nemo_flashrl.plan.page import DEFAULTS, layout_of, sizes_of
+from nemo_flashrl.plan.page import DEFAULTS, disk_line, layout_of, run_disk, size, sizes_of
 from nemo_flashrl.preflight.model import check_parallel
-from nemo_flashrl.weights.model_shape import model_shape
+from nemo_flashrl.weights.model_shape import FAMILIES, model_shape
 
 
 def admit(config: RunConfig) -> None:
@@ -42,3 +48,26 @@ def admit(config: RunConfig) -> None:
             f"parallel.pipeline={layout.pipeline}, model.recompute={layout.recompute}; {longest} tokens do: set fewer, "
             "or see `flashrl plan` for other sizes"
         )
+
+
+def report_disk(config: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Say on stderr what the run will write; what the folder holds of it already counts as room.
+
+    Nothing is said of a family of models whose parameters the plan cannot count.
+
+    Raises:
+        ValueError: one line: it does not fit.
+    """
+    if hf_config.get("model_type") not in FAMILIES:
+        return
+    sizes = DEFAULTS | sizes_of(config) | {"gpus": 0}  # data parallelism changes no checkpoint
+    disk = run_disk(model_shape(hf_config), layout_of(sizes)[0], sizes)
+    output = Path(config.output).absolute()
+    held = sum(file.stat().st_size for file in output.glob("checkpoints/**/*") if file.is_file())
+    free = shutil.disk_usage(next(folder for folder in (output, *output.parents) if folder.is_dir())).free
+    if disk.total > held + free:
+        raise ValueError(
+            f"output={config.output!r}: {disk_line(disk)}, and {size(free)} are free there: free some, lower "
+            f"checkpoint.keep ({config.checkpoint.keep}), or choose another folder"
+        )
+    print(f"{disk_line(disk)}; {size(free)} free for output={config.output!r}", file=sys.stderr)
