@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         description="Train from a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
         "Rerun the same command to resume from the newest checkpoint.\n"
-        "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume;\n"
+        "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume; 130: by Ctrl-C;\n"
         "3: a limit under `monitors` stopped it, with a checkpoint.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -39,8 +40,16 @@ def _train(options: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     if not Path(settings.model.path).is_dir():  # before what takes a minute to import on a busy machine
         raise ValueError(f"model.path={settings.model.path!r}: no such folder; give a Hugging Face checkpoint folder")
-    from nemo_flashrl.run.folder import EXIT_MONITOR, EXIT_PREEMPTED, AlreadyComplete, NotSaved, Preempted, StoppedByMonitor
     from nemo_flashrl.engines.server_pool import NoServer
+    from nemo_flashrl.run.folder import (
+        EXIT_MONITOR,
+        EXIT_PREEMPTED,
+        AlreadyComplete,
+        Interrupted,
+        NotSaved,
+        Preempted,
+        StoppedByMonitor,
+    )
     from nemo_flashrl.train import train
 
     try:
@@ -49,10 +58,10 @@ def _train(options: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {complete}")
         return 0
-    except Preempted as stop:
+    except (Preempted, Interrupted) as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}; rerun the same command to resume", file=sys.stderr)
-        return EXIT_PREEMPTED
+        return EXIT_PREEMPTED if isinstance(stop, Preempted) else 128 + signal.SIGINT
     except StoppedByMonitor as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}", file=sys.stderr)
