@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +13,14 @@ from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.metrics.monitors import Monitors
 from nemo_flashrl.preflight.prepare import Parts
+from nemo_flashrl.run.record import wandb_run_id
 
 if TYPE_CHECKING:
     import nemo.lightning as nl
 
     from nemo_flashrl.models import PolicyModel
     from nemo_flashrl.rollout.driver import RolloutDriver
+    from nemo_flashrl.run.folder import RunFolder
 
 
 def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
@@ -193,8 +196,8 @@ def build_reference(config: RunConfig, parts: Parts) -> list[Any]:
     ]
 
 
-def build_trainer(config: RunConfig, callbacks: list[Any], first_step: int = 1) -> nl.Trainer:
-    """NeMo's trainer with Megatron's strategy."""
+def build_trainer(config: RunConfig, callbacks: list[Any], folder: RunFolder | None = None) -> nl.Trainer:
+    """NeMo's trainer with Megatron's strategy, for a run that resumes as `folder` says."""
     import nemo.lightning as nl
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
@@ -218,7 +221,7 @@ def build_trainer(config: RunConfig, callbacks: list[Any], first_step: int = 1) 
             pipeline_dtype=_dtype(config),
         ),
         plugins=plugins or None,
-        logger=run_loggers(config, first_step),
+        logger=run_loggers(config, folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -230,15 +233,20 @@ def build_trainer(config: RunConfig, callbacks: list[Any], first_step: int = 1) 
     return trainer
 
 
-def run_loggers(config: RunConfig, first_step: int = 1) -> list[Any]:
+def run_loggers(config: RunConfig, folder: RunFolder | None = None) -> list[Any]:
     """Where Lightning sends a step's numbers: TensorBoard, and Weights & Biases when `trainer.wandb_project` is set.
 
-    `first_step` is the first that this process will log: TensorBoard hides what an earlier one logged from there on.
+    A run that `folder` resumes hides in TensorBoard what was logged after its checkpoint, and keeps its id in Weights &
+    Biases.
     """
     from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
-    board = TensorBoardLogger(config.output, name="tensorboard", version="", purge_step=first_step)
+    done = folder.step if folder else 0
+    board = TensorBoardLogger(config.output, name="tensorboard", version="", purge_step=done + 1)
     loggers: list[Any] = [board]
     if config.trainer.wandb_project:
-        loggers.append(WandbLogger(project=config.trainer.wandb_project, save_dir=config.output, config=asdict(config)))
+        project, own_id = config.trainer.wandb_project, wandb_run_id(Path(config.output), resumed=done > 0)
+        loggers.append(
+            WandbLogger(project=project, save_dir=config.output, config=asdict(config), id=own_id, resume="allow")
+        )
     return loggers

@@ -18,7 +18,7 @@ import nemo_run as run
 
 from nemo_flashrl import cli
 from nemo_flashrl import config as configuration
-from nemo_flashrl.preflight.model import admit
+from nemo_flashrl.preflight.admission import admit
 
 
 @run.cli.entrypoint(namespace="flashrl")

@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 from nemo_flashrl import platform
 from nemo_flashrl.build import build_callbacks, build_data, build_driver, build_model, build_trainer
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.preflight.admission import report_disk
 from nemo_flashrl.preflight.conflicts import report_conflicts
 from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.run.folder import RunFolder
@@ -60,18 +61,21 @@ def train(config: RunConfig) -> Path:
     """Run `config` in the processes that torchrun started; returns the exported Hugging Face folder.
 
     Raises ValueError for what the configuration cannot mean and AlreadyComplete where the run has ended, both before
-    anything is written; Preempted after SIGTERM and StoppedByMonitor when a limit was reached, when all is saved.
+    anything is written; Preempted after SIGTERM, Interrupted after Ctrl-C and StoppedByMonitor when a limit was
+    reached, when all is saved.
     """
     parts = prepare(config, int(os.environ.get("WORLD_SIZE", "1")))
     output = Path(config.output)
     first = int(os.environ.get("RANK", "0")) == 0
     report_conflicts(config, parts.algorithm, shown=first)
     with parts.folder.held(by_this_rank=first):
+        if first:
+            report_disk(config, parts.hf_config)
         platform.install()
         model = build_model(config, parts)
         driver = build_driver(config, parts) if first else None
         data = build_data(config, parts, driver)
-        trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder.step + 1)
+        trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder)
         resume(trainer, parts.folder)
         gc.collect()
         gc.freeze()  # answers of servers are many small objects: each full collection over modules too takes .4 s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -12,13 +13,24 @@ import lightning.pytorch as pl
 import nemo.lightning as nl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
+from lightning.pytorch.loggers import WandbLogger
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_flashrl import platform
 from nemo_flashrl.callbacks.checkpoint_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
+from nemo_flashrl.engines.factory import server_versions
 from nemo_flashrl.metrics.monitors import Monitors
-from nemo_flashrl.run.folder import NotSaved, Preempted, RunFolder, StoppedByMonitor, complete_checkpoints, record_files
+from nemo_flashrl.run.folder import (
+    Interrupted,
+    NotSaved,
+    Preempted,
+    RunFolder,
+    StoppedByMonitor,
+    complete_checkpoints,
+    record_files,
+)
+from nemo_flashrl.run.record import WANDB_ID, record_versions, versions
 
 
 class RunCheckpoint(nl.ModelCheckpoint):
@@ -26,8 +38,8 @@ class RunCheckpoint(nl.ModelCheckpoint):
 
     It comes last of all callbacks: what they do after an optimizer step belongs to the state of that step. A folder
     is marked as unfinished (NeMo's marker file) while it is written or removed; an old checkpoint goes when a newer
-    one is complete. On SIGTERM to any rank, all stop after the current step and save; where it finds the collecting
-    rank waiting for a batch, before that step.
+    one is complete. On SIGTERM or Ctrl-C to any rank, all stop after the current step and save; where it finds the
+    collecting rank waiting for a batch, before that step. A second Ctrl-C ends the process at once.
 
     Args:
         folder: where, and which checkpoint the run resumes from.
@@ -64,8 +76,8 @@ class RunCheckpoint(nl.ModelCheckpoint):
         self.every_steps = every_steps
         self.keep = keep
         self.stop_collecting = stop_collecting
-        self.asked_to_stop = False
-        self._previous_handler: Any = None
+        self.asked_to_stop = 0  # 0: no; else the signal that did, or 1 for a monitor
+        self._previous_handlers: dict[int, Any] = {}
         self._random_state: dict[str, Any] | None = None
         self._last_global_step_saved = folder.step
 
@@ -75,8 +87,11 @@ class RunCheckpoint(nl.ModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         if trainer.is_global_zero:
             self.folder.begin()
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    (self.folder.path / WANDB_ID).write_text(f"{logger.version}\n")
         trainer.strategy.checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
-        self._previous_handler = signal.signal(signal.SIGTERM, self._on_early_signal)  # Lightning's calls it too
+        self._handle(signal.SIGTERM, self._on_early_signal)  # Lightning's calls it too
 
     def _on_early_signal(self, *_: Any) -> None:
         """Nothing is to be saved yet, and what is waited for, servers say, may never come."""
@@ -88,10 +103,24 @@ class RunCheckpoint(nl.ModelCheckpoint):
         NeMo's own method is left out: it moves files about in NeMoLogger's folder, which this run has not.
         """
         LightningCheckpoint.on_train_start(self, trainer, pl_module)
-        signal.signal(signal.SIGTERM, self._on_signal)
+        self._handle(signal.SIGTERM, self._on_signal)
+        self._handle(signal.SIGINT, self._on_interrupt)
+        if trainer.is_global_zero:  # the servers have taken the weights: they can be asked
+            found = versions() | server_versions(self.folder.config.rollout)
+            record_versions(self.folder.path, self.folder.step, found)
 
-    def _on_signal(self, *_: Any) -> None:
-        self.asked_to_stop = True
+    def _handle(self, number: int, handler: Callable[..., None]) -> None:
+        previous = signal.signal(number, handler)
+        self._previous_handlers.setdefault(number, previous)
+
+    def _on_interrupt(self, number: int, *_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the next one, whatever this process then waits for
+        if os.environ.get("RANK", "0") == "0":  # written past Python's buffers, which the signal may have found in use
+            os.write(2, b"\nCtrl-C: stopping after this step with a checkpoint; a second one ends the run at once\n")
+        self._on_signal(number)
+
+    def _on_signal(self, number: int, *_: Any) -> None:
+        self.asked_to_stop = max(self.asked_to_stop, number)
         if self.stop_collecting is not None:
             self.stop_collecting()
 
@@ -105,26 +134,29 @@ class RunCheckpoint(nl.ModelCheckpoint):
         """Save when it is due; stop when any rank has been asked to, or a monitor says so before the last step."""
         super().on_train_batch_end(trainer, *arguments)
         warned = bool(self.monitors.reason) and trainer.global_step < trainer.max_steps
-        asked = torch.tensor(int(self.asked_to_stop or warned))
+        asked = torch.tensor(max(self.asked_to_stop, int(warned)))
         torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX, group=platform.object_group())
         if asked:
-            self.asked_to_stop = trainer.should_stop = True
+            self.asked_to_stop, trainer.should_stop = int(asked), True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The last step's checkpoint, unless it is there already."""
-        self.asked_to_stop = trainer.should_stop  # what all ranks know; a signal since the last step comes too late
-        if (self.every_steps or self.asked_to_stop) and not self._should_skip_saving_checkpoint(trainer):
+        stopped = trainer.should_stop  # what all ranks know; a signal since the last step comes too late
+        if (self.every_steps or stopped) and not self._should_skip_saving_checkpoint(trainer):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
-        signal.signal(signal.SIGTERM, self._previous_handler)
-        if trainer.is_global_zero and self.asked_to_stop and not self.monitors.reason:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        if trainer.is_global_zero and stopped and self.asked_to_stop == signal.SIGTERM and not self.monitors.reason:
             self.folder.preempted.touch()
 
     def raise_stop(self, trainer: pl.Trainer) -> None:
-        """After a fit that has ended before its last step: StoppedByMonitor or Preempted, the same on every rank."""
+        """After a fit that has ended before its last step: StoppedByMonitor, Interrupted or Preempted, as rank 0's."""
         where = f"after step {trainer.global_step} of {trainer.max_steps}"
-        reason = trainer.strategy.broadcast(self.monitors.reason)
+        reason, asked = trainer.strategy.broadcast((self.monitors.reason, self.asked_to_stop))
         if reason:
             raise StoppedByMonitor(f"stopped by monitors {where}: {reason}")
+        if asked == signal.SIGINT:
+            raise Interrupted(f"stopped by Ctrl-C {where}")
         raise Preempted(f"stopped by SIGTERM {where}")
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict) -> None:

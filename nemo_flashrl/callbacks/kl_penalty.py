@@ -50,8 +50,8 @@ class KLPenaltyCallback(pl.Callback):
             self._reduce_rewards(step, microbatches)
 
     def on_megatron_reduce_microbatches_end(self, reduced: dict[str, Tensor], **_: Any) -> None:
-        """The last pipeline stage knows what the step measured."""
-        tokens = max(float(reduced["policy_tokens"]), 1.0)
+        """The last pipeline stage knows what the step measured: nothing where every trajectory is left out."""
+        tokens = float(reduced["policy_tokens"]) or math.nan
         self._means = tuple(float(reduced.get(name, math.nan)) / tokens for name in ("kl", "entropy"))
 
     def on_train_batch_end(self, *_: Any) -> None:

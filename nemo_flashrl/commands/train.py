@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
 
 
@@ -16,7 +17,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         description="Train from a configuration. Under torchrun, the world size is tensor x pipeline x context x data.",
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
         "Rerun the same command to resume from the newest checkpoint.\n"
-        "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume;\n"
+        "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume; 130: by Ctrl-C;\n"
         "3: a limit under `monitors` stopped it, with a checkpoint.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -43,6 +44,7 @@ def _train(options: argparse.Namespace) -> int:
         EXIT_MONITOR,
         EXIT_PREEMPTED,
         AlreadyComplete,
+        Interrupted,
         NotSaved,
         Preempted,
         StoppedByMonitor,
@@ -55,10 +57,10 @@ def _train(options: argparse.Namespace) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {complete}")
         return 0
-    except Preempted as stop:
+    except (Preempted, Interrupted) as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}; rerun the same command to resume", file=sys.stderr)
-        return EXIT_PREEMPTED
+        return EXIT_PREEMPTED if isinstance(stop, Preempted) else 128 + signal.SIGINT
     except StoppedByMonitor as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"flashrl train: {stop}", file=sys.stderr)

@@ -127,8 +127,8 @@ class VLLMDialect:
     ) -> None:
         """Pause between two tokens, load, reset the KV cache, continue.
 
-        The server reads the folder itself, or takes part in the `broadcast` that this describes. After a failed load the
-        old weights are served again, where they are `untouched`; else the server stays paused.
+        The server reads the folder itself, or takes part in the `broadcast` that this describes. After a failed load
+        the old weights are served again, where they are `untouched`; else the server stays paused.
         """
         await pool.call(server, "/pause?mode=keep&clear_cache=true", {})
         try:

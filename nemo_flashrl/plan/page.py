@@ -10,7 +10,7 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.plan.devices import USABLE, Device, find_device
 from nemo_flashrl.plan.fitting import GPUS_OF_A_NODE, check_layout, largest_context, smallest_allocation, stages
-from nemo_flashrl.plan.memory import LAYERS, Layout, StageMemory
+from nemo_flashrl.plan.memory import LAYERS, DiskUse, Layout, StageMemory, disk_use
 from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time
 from nemo_flashrl.weight_sync.hf_config import read_hf_json
 from nemo_flashrl.weights.model_shape import ModelShape, model_shape
@@ -19,7 +19,7 @@ GIB = 2**30
 DEFAULTS = {
     **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
     **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
-    **{"ep": 1, "lora_rank": 0},
+    **{"ep": 1, "lora_rank": 0, "steps": 100, "save_every": 50, "keep": 2, "exports": 1},
 }
 
 
@@ -35,6 +35,7 @@ def plan(options: argparse.Namespace) -> int:
     layout, tokens = layout_of(sizes, distributed_optimizer=not options.plain_optimizer)
     check_layout(shape, layout)
     print("\n".join(_page(shape, layout, device, sizes, tokens, options.action_share)))
+    print(f"\n  {disk_line(run_disk(shape, layout, sizes))}")
     return 0 if _fullest(stages(shape, layout, tokens)) <= USABLE * device.memory_gib * GIB else 1
 
 
@@ -90,9 +91,36 @@ def sizes_of(run: RunConfig) -> dict[str, Any]:
         **{"batch": run.rollout.batch_size, "recompute": run.model.recompute, "precision": run.model.precision},
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
         **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
-        **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets},
+        **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets, "keep": run.checkpoint.keep},
+        **{"steps": run.trainer.steps, "save_every": run.checkpoint.every_steps, "exports": _exports(run)},
     }
     return sizes | ({"device": run.cluster.device} if run.cluster.device else {})
+
+
+def _exports(run: RunConfig) -> int:
+    return 2 if run.reference.evaluate and run.reference.mode != "none" else 1
+
+
+def run_disk(shape: ModelShape, layout: Layout, sizes: dict[str, Any]) -> DiskUse:
+    """What a run of these sizes writes; with `save_every` 0 a checkpoint when it is stopped."""
+    written = -(-sizes["steps"] // sizes["save_every"]) if sizes["save_every"] else 1
+    return disk_use(shape, layout, written=written, keep=sizes["keep"], exports=sizes["exports"])
+
+
+def disk_line(disk: DiskUse) -> str:
+    """For a person; decimal units, as `df -H` and disks have them."""
+    many = f"up to {disk.checkpoints} checkpoints" if disk.checkpoints > 1 else "a checkpoint"
+    parts = f"{many} of {size(disk.checkpoint)} and {size(disk.export)} of exported weights"
+    return f"disk: {parts}, {size(disk.total)} in all, metrics not included"
+
+
+def size(number: float) -> str:
+    """1234567 -> "1.2 MB"."""
+    for unit in ("kB", "MB", "GB"):
+        number /= 1000
+        if number < 1000:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1000:.1f} TB"
 
 
 def _fullest(memory: list[StageMemory]) -> int:

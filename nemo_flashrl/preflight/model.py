@@ -15,9 +15,6 @@ from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.environments.guard import in_words
-from nemo_flashrl.plan.devices import find_device
-from nemo_flashrl.plan.fitting import check_layout, fits, largest_context
-from nemo_flashrl.plan.page import DEFAULTS, layout_of, sizes_of
 from nemo_flashrl.weight_sync.hf_config import (
     context_limit,
     read_config,
@@ -25,7 +22,6 @@ from nemo_flashrl.weight_sync.hf_config import (
     refuse_lfs_pointer,
     with_tokenizer_fields,
 )
-from nemo_flashrl.weights.model_shape import model_shape
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 NEEDED = (  # of every family's config.json
@@ -189,38 +185,4 @@ def warn_of_noise(config: RunConfig, hf_config: dict[str, Any]) -> None:
             f"{Path(config.model.path) / 'config.json'}: {', '.join(on)} is not applied: the policy is trained without "
             "dropout and jitter, as it is sampled",
             stacklevel=3,
-        )
-
-
-def admit(config: RunConfig) -> None:
-    """Refuse sizes that the cluster could not run, or whose memory `flashrl plan` finds too much.
-
-    Without `model.hf_config` nothing is said of the model: its files may be the cluster's alone.
-
-    Raises:
-        ValueError: one line: field, value, remedy.
-    """
-    gpus = config.cluster.nodes * config.cluster.gpus_per_node
-    if not gpus:
-        return
-    replicas = check_parallel(config, gpus)
-    if config.rollout.batch_size < replicas:
-        raise ValueError(
-            f"rollout.batch_size={config.rollout.batch_size}: leaves some of the {replicas} data-parallel replicas of "
-            f"{gpus} GPUs without a trajectory; set {replicas} at least, or fewer GPUs"
-        )
-    if not (config.model.hf_config and config.cluster.device):
-        return
-    shape, device = model_shape(config.model.hf_config), find_device(config.cluster.device)
-    layout, tokens = layout_of(DEFAULTS | sizes_of(config))
-    check_layout(shape, layout)
-    if not fits(shape, layout, device, tokens):
-        longest = largest_context(shape, layout, device)
-        field = "batching.max_tokens_per_microbatch"
-        if tokens == config.model.context_length:
-            field = "model.context_length"
-        raise ValueError(
-            f"{field}={tokens}: does not fit a {config.cluster.device} at parallel.tensor={layout.tensor}, "
-            f"parallel.pipeline={layout.pipeline}, model.recompute={layout.recompute}; {longest} tokens do: set fewer, "
-            "or see `flashrl plan` for other sizes"
         )

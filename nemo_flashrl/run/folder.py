@@ -5,6 +5,7 @@
 <output>/run.lock                        held by the run that is at work there
 <output>/checkpoints/step=5/             a Megatron distributed checkpoint (under weights/)
 <output>/checkpoints/step=5/files.json   the bytes of each of its files, written last
+<output>/interrupted-1/                  records of steps that no checkpoint held and that were trained again
 <output>/checkpoints/step=5-unfinished   there while the folder beside it is written or removed
 """
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_flashrl.config import RunConfig, load_saved, save
-from nemo_flashrl.run.jsonl import read_json_lines
+from nemo_flashrl.run.jsonl import cut_records, read_json_lines, warn_of_gaps, written_whole
 from nemo_flashrl.run.lock import LOCK, locked
 
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside with everything saved; rerun to resume
@@ -61,6 +61,10 @@ RECORDS = ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl")
 
 class Preempted(Exception):
     """The run was asked to stop, and has saved itself; the message says at which step."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A person pressed Ctrl-C, and the run has saved itself; the message says at which step."""
 
 
 class StoppedByMonitor(Exception):
@@ -124,11 +128,16 @@ class RunFolder:
             return False
 
     def begin(self) -> None:
-        """Make the folder, or cut its records back to the checkpoint's step; on global rank 0 alone."""
+        """Make the folder, or cut its records back to the checkpoint's step; on global rank 0 alone.
+
+        Steps that were trained after the checkpoint are trained again: that is said, and without any checkpoint their
+        records are kept under other names.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        with _written_whole(self.path / "config.yaml") as staging:
+        self._give_up_steps()
+        with written_whole(self.path / "config.yaml") as staging:
             save(self.config, staging)
-        with _written_whole(self.path / "run.json") as staging:
+        with written_whole(self.path / "run.json") as staging:
             staging.write_text(json.dumps(self.bound_to, indent=2) + "\n")
         self.preempted.unlink(missing_ok=True)
         for name in RECORDS:
@@ -137,6 +146,28 @@ class RunFolder:
         for name in ("checkpoint", "reference"):
             if (self.path / name).exists():  # of a complete run that is made longer
                 (self.path / name).rename(self.path / f"{name}-{self.step}")
+
+    def _give_up_steps(self) -> None:
+        steps = _steps_in(self.path / "metrics.jsonl")
+        if not steps or steps[-1] <= self.step:
+            return
+        again = f"output={self.config.output!r}: steps {self.step + 1} to {steps[-1]} are trained again: "
+        if self.checkpoint is not None:
+            print(f"{again}the newest checkpoint is of step {self.step}, later records are replaced", file=sys.stderr)
+            return
+        number = 1
+        while (aside := self.path / f"interrupted-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for name in RECORDS:
+            if (self.path / name).exists():
+                (self.path / name).rename(aside / name)
+                (self.path / name).touch()
+        print(f"{again}no checkpoint holds them; their records are kept in {aside}", file=sys.stderr)
+
+
+def _steps_in(metrics: Path) -> list[int]:
+    return sorted(record["step"] for record in read_json_lines(metrics)) if metrics.exists() else []
 
 
 def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:
@@ -156,6 +187,10 @@ def _read(config: RunConfig, own: Mapping[str, Any]) -> RunFolder:
         return RunFolder(config, own)
     if not (path / "run.json").is_file():
         raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")
+    step, checkpoint = max(complete_checkpoints(path / "checkpoints").items(), default=(0, None))
+    complete = (path / "checkpoint").exists()  # written last
+    if not (checkpoint or complete or _steps_in(path / "metrics.jsonl")):
+        return RunFolder(config, own)  # nothing was trained there: any configuration may begin
     if config.checkpoint.resume is False:
         raise ValueError(
             f"output={config.output!r} holds a run and checkpoint.resume=false: a run never overwrites; "
@@ -163,8 +198,7 @@ def _read(config: RunConfig, own: Mapping[str, Any]) -> RunFolder:
         )
     saved = load_saved(path / "config.yaml")
     _check_same(config, own, saved, path)
-    step, checkpoint = max(complete_checkpoints(path / "checkpoints").items(), default=(0, None))
-    if (path / "checkpoint").exists():  # written last
+    if complete:
         _check_longer(config, saved.trainer.steps, step)
     return RunFolder(config, own, checkpoint, step)
 
@@ -212,7 +246,7 @@ def record_files(checkpoint: Path) -> None:
     """Write down how many bytes each file of a checkpoint has, when every rank has written its part."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != FILES)
     sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
-    with _written_whole(checkpoint / FILES) as staging:
+    with written_whole(checkpoint / FILES) as staging:
         staging.write_text(json.dumps(sizes, indent=2) + "\n")
 
 
@@ -227,27 +261,6 @@ def check_whole(checkpoint: Path) -> None:
             *older, _ = ["the beginning", *(f"step={step}" for step in sorted(complete_checkpoints(checkpoint.parent)))]
             what = "missing" if found is None else f"{found} of {size} bytes"
             raise ValueError(f"{checkpoint} is damaged ({name}: {what}): remove that folder to resume from {older[-1]}")
-
-
-def cut_records(path: Path, step: int) -> None:
-    """Keep the lines up to `step`: later ones, and a torn one, are written again by the resumed run."""
-    if path.exists():
-        kept = [record for record in read_json_lines(path) if record["step"] <= step]
-        with _written_whole(path) as staging:
-            staging.write_text("".join(json.dumps(record) + "\n" for record in kept))
-
-
-def warn_of_gaps(metrics: Path, step: int) -> None:
-    """A run resumes without the lines that a kill or a full disk has cost it, and says which steps they were."""
-    held = {record["step"] for record in read_json_lines(metrics)} if metrics.exists() else set()
-    lost = [number for number in range(1, step + 1) if number not in held]
-    if lost:
-        shown = ", ".join(map(str, lost[:10])) + (f" and {len(lost) - 10} more" if lost[10:] else "")
-        print(  # NeMo keeps Python's warnings to itself
-            f"{metrics} lacks {'step' if len(lost) == 1 else 'steps'} {shown} of the {step} that the checkpoint has "
-            "trained: the run continues, reports show a gap there",
-            file=sys.stderr,
-        )
 
 
 def _check_same(config: RunConfig, own: Mapping[str, Any], saved: RunConfig, path: Path) -> None:
@@ -274,11 +287,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {prefix: value}
     return {k: v for name, item in value.items() for k, v in _flat(item, f"{prefix}.{name}".lstrip(".")).items()}
-
-
-@contextlib.contextmanager
-def _written_whole(path: Path) -> Iterator[Path]:
-    """A path to write to; under the final name there is the old file or the new one, never a part."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")
-    yield staging
-    staging.replace(path)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +58,32 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     steps = {record["step"]: with_new_names(record) for record in read_json_lines(path) if "step" in record}
     return [steps[step] for step in sorted(steps)]
+
+
+def cut_records(path: Path, step: int) -> None:
+    """Keep the lines up to `step`: later ones, and a torn one, are written again by the resumed run."""
+    if path.exists():
+        kept = [record for record in read_json_lines(path) if record["step"] <= step]
+        with written_whole(path) as staging:
+            staging.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def warn_of_gaps(metrics: Path, step: int) -> None:
+    """A run resumes without the lines that a kill or a full disk has cost it, and says which steps they were."""
+    held = {record["step"] for record in read_json_lines(metrics)} if metrics.exists() else set()
+    lost = [number for number in range(1, step + 1) if number not in held]
+    if lost:
+        shown = ", ".join(map(str, lost[:10])) + (f" and {len(lost) - 10} more" if lost[10:] else "")
+        print(  # NeMo keeps Python's warnings to itself
+            f"{metrics} lacks {'step' if len(lost) == 1 else 'steps'} {shown} of the {step} that the checkpoint has "
+            "trained: the run continues, reports show a gap there",
+            file=sys.stderr,
+        )
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """A path to write to; under the final name there is the old file or the new one, never a part."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
+    yield staging
+    staging.replace(path)

@@ -1,8 +1,17 @@
-"""A run's folder, read back: metrics, configuration, and where its trajectories are."""
+"""A run's folder, read back: metrics, configuration, and where its trajectories are; and what names its origin.
+
+<output>/versions.json   the software of each start that differs from the one before, with the step that it began after
+<output>/wandb_run_id    under which a run is logged to Weights & Biases, however often it is resumed
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import json
+import platform
+import secrets
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +20,10 @@ from typing import Any
 import numpy as np
 
 from nemo_flashrl.config import read_plain
-from nemo_flashrl.run.jsonl import read_metrics
+from nemo_flashrl.run.jsonl import read_metrics, written_whole
+
+VERSIONS, WANDB_ID = "versions.json", "wandb_run_id"
+PACKAGES = ("nemo_flashrl", "torch", "nemo-toolkit", "megatron-core", "transformer-engine", "transformers")
 
 
 @dataclass(frozen=True)
@@ -66,3 +78,40 @@ def read_run(folder: Path) -> RunRecord:
     file = inner / "config.yaml"
     configuration = read_plain(file) if file.is_file() else {}
     return RunRecord(inner, steps, configuration)
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of the packages that a run's numbers hang on, and this package's commit; what there is none of is left
+    out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | ({"commit": commit} if (commit := _commit()) else {})
+
+
+def _commit() -> str:
+    """Of the checkout that this package is imported from, with -dirty where files were changed; empty without one."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():  # an installed package, perhaps inside another project's repository
+        return ""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def record_versions(folder: Path, step: int, found: Mapping[str, Any]) -> None:
+    """Add a start that begins after `step`, where its versions are not those of the last one."""
+    file = folder / VERSIONS
+    starts = json.loads(file.read_text()) if file.exists() else []
+    if not starts or {**starts[-1], "after_step": step} != {"after_step": step, **found}:
+        with written_whole(file) as staging:
+            staging.write_text(json.dumps([*starts, {"after_step": step, **found}], indent=2) + "\n")
+
+
+def wandb_run_id(folder: Path, resumed: bool) -> str:
+    """The id that the folder holds, for a resumed run; else a new one."""
+    file = folder / WANDB_ID
+    return file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)

@@ -14,7 +14,7 @@ import pytest
 from nemo_flashrl.ablation import run as ablation
 from nemo_flashrl.ablation.cells import parse_vary, plan_cells
 from nemo_flashrl.ablation.comparison import compare, t_interval
-from nemo_flashrl.ablation.results import Cost, cost, is_finished, outcome
+from nemo_flashrl.ablation.run import Cost, cost, is_finished, outcome
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load, save
 from nemo_flashrl.run.jsonl import append_json_lines

@@ -16,6 +16,7 @@ from nemo_flashrl.algorithms import grpo_loss
 from nemo_flashrl.algorithms.grpo import Grpo
 from nemo_flashrl.algorithms.kl import ESTIMATORS, WithKl, kl_estimate
 from nemo_flashrl.algorithms.schedules import KlCoefficient
+from nemo_flashrl.callbacks.kl_penalty import KLPenaltyCallback
 from nemo_flashrl.config import load
 from nemo_flashrl.preflight.prepare import with_reference
 
@@ -226,3 +227,12 @@ def test_a_step_is_that_of_plain_float64(case, processes, place, layout) -> None
     _, wrong, *_ = plain(models, trajectories, coefficient=0.0)  # without the KL
     assert worst_error(wrong, gradients) > (5e-3,)
     assert math.isfinite(captured["metrics"]["reference_entropy"])
+
+
+def test_a_step_without_tokens_moves_no_coefficient() -> None:
+    """A KL of 0 over no token would lower an adaptive coefficient."""
+    callback = KLPenaltyCallback(KlCoefficient(0.1, schedule="adaptive", steps=4), place="loss", estimator="k3")
+    callback.on_megatron_reduce_microbatches_end({"policy_tokens": torch.tensor(0.0), "kl": torch.tensor(0.0)})
+    assert all(map(math.isnan, callback._means))
+    callback.on_megatron_reduce_microbatches_end({"policy_tokens": torch.tensor(4.0), "kl": torch.tensor(1.0)})
+    assert callback._means[0] == 0.25

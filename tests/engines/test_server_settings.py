@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from tiny import write_model
 
 from nemo_flashrl import config
+from nemo_flashrl.config.schema import RolloutConfig
 from nemo_flashrl.engines import AdapterEngine, BroadcastEngine, SGLangEngine, TransformersEngine, VLLMEngine
-from nemo_flashrl.engines.factory import make_engine
+from nemo_flashrl.engines.factory import make_engine, server_versions
 from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 
@@ -78,3 +82,30 @@ def test_engine_of_a_configuration(model: Path, tmp_path: Path, name: str, trans
     servers = [] if name == "transformers" else ["rollout.servers=[http://a:1]", f"rollout.weights_folder={tmp_path}"]
     run = settings(model, tmp_path, f"rollout.engine={name}", f"rollout.weight_transfer={transfer}", *servers)
     assert type(make_engine(run.rollout, str(model), 515, 128)) is kind
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Two servers that tell their version, each at its own route."""
+
+    def do_GET(self) -> None:
+        known = {"/version": {"version": "0.11.0"}, "/get_server_info": {"version": "0.5.4", "model": "m"}}
+        body = json.dumps(known.get(self.path, {})).encode()
+        self.send_response(200 if self.path in known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_servers_are_asked_for_their_version() -> None:
+    """What does not answer, or answers something else, is left out."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        servers = [f"{url}/", f"{url}/elsewhere", "http://127.0.0.1:9"]
+        vllm = server_versions(RolloutConfig(engine="vllm", servers=servers))
+        sglang = server_versions(RolloutConfig(engine="sglang", servers=servers))
+        server.shutdown()
+    assert (vllm, sglang) == ({f"vllm of {url}/": "0.11.0"}, {f"sglang of {url}/": "0.5.4"})
+    assert server_versions(RolloutConfig()) == {}

@@ -1,4 +1,4 @@
-"""Weights & Biases gets what `metrics.jsonl` has."""
+"""Weights & Biases gets what `metrics.jsonl` has, under one id; the folder names the software of each start."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import run_ranks
 
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
@@ -53,6 +54,13 @@ def test_offline_run_has_the_same_values(tmp_path: Path) -> None:
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         assert len(numbers) > 60
         assert {name: sent[name] for name in numbers} == pytest.approx(numbers)
+    again = [*settings, "trainer.steps=3"]
+    run_ranks(1, "command", tmp_path, "train", "rehearsal", *again, *offline, "+cluster.environment.WANDB_SILENT=true")
+    starts = [path.name.rpartition("-")[2] for path in (tmp_path / "run").glob("wandb/offline-run-*")]
+    assert starts == [(tmp_path / "run/wandb_run_id").read_text().strip()] * 2
+    (versions,) = json.loads((tmp_path / "run/versions.json").read_text())  # of both starts
+    assert versions["after_step"] == 0 and versions["torch"] == torch.__version__
+    assert {"python", "nemo_flashrl", "nemo-toolkit", "megatron-core", "transformers"} <= versions.keys()
 
 
 CHECK = """

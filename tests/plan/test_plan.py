@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import run_ranks
@@ -12,10 +14,13 @@ from published_models import LLAMA_8B, LLAMA_70B, QWEN3_30B_A3B
 from tiny import random_trajectories, write_model
 
 from nemo_flashrl.cli import main
+from nemo_flashrl.config import load
 from nemo_flashrl.plan.devices import DEVICES
 from nemo_flashrl.plan.fitting import fits, largest_context, smallest_allocation, stages
-from nemo_flashrl.plan.memory import Layout, stage_memory
+from nemo_flashrl.plan.memory import Layout, disk_use, stage_memory
+from nemo_flashrl.plan.page import disk_line
 from nemo_flashrl.plan.step_time import step_time
+from nemo_flashrl.preflight.admission import report_disk
 from nemo_flashrl.weights.model_shape import model_shape
 
 CASES = {  # family, processes, the run's overrides, the plan's layout
@@ -143,6 +148,36 @@ def test_the_page(tmp_path: Path, capsys) -> None:
         assert main(["plan", str(tmp_path), *wrong]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert words in line
+
+
+def test_what_a_run_writes() -> None:
+    """8.03e9 parameters: 14 bytes each in bf16 with moments and fp32 weights, 12 in fp32, 4 for an average."""
+    shape = model_shape(LLAMA_8B)
+    run = disk_use(shape, Layout(), written=2, keep=2)
+    assert (run.checkpoint, run.checkpoints) == (14 * 8_030_261_248, 2)
+    assert run.total == 2 * 14 * 8_030_261_248 + 2 * 8_030_261_248
+    assert disk_use(shape, Layout(), written=9, keep=2).checkpoints == 3  # the third is written before the first goes
+    averaged = disk_use(shape, Layout(precision="fp32", reference="ema"), written=1, keep=2, exports=2)
+    assert (averaged.checkpoint, averaged.export) == (16 * 8_030_261_248, 2 * 4 * 8_030_261_248)
+    adapter = disk_use(shape, Layout(lora_rank=8, lora_targets=("linear_proj",)), written=1, keep=1)
+    assert adapter.checkpoint == 2 * 8_030_261_248 + 14 * 32 * 8 * (4096 + 4096)
+    assert disk_line(run) == (
+        "disk: up to 2 checkpoints of 112.4 GB and 16.1 GB of exported weights, 240.9 GB in all, metrics not included"
+    )
+
+
+def test_a_run_that_the_disk_cannot_hold_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    config = load("rehearsal", [f"output={tmp_path / 'run'}", "model.path=x", "model.precision=bf16"])
+    free = 3 * 14 * 8_030_261_248 + 2 * 8_030_261_248  # 120 steps, saved every 50: three checkpoints
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    report_disk(config, LLAMA_8B)
+    assert "353.3 GB in all, metrics not included; 353.3 GB free for output=" in capsys.readouterr().err
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free - 1))
+    with pytest.raises(ValueError, match=r"353.3 GB in all.* free some, lower checkpoint.keep \(2\)"):
+        report_disk(config, LLAMA_8B)
+    (tmp_path / "run/checkpoints/step=50").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step=50/part").write_bytes(b"x")  # of this run: a checkpoint that is there
+    report_disk(config, LLAMA_8B)
 
 
 def test_a_configuration_with_a_model_of_its_own(tmp_path: Path, capsys) -> None:

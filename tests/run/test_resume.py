@@ -73,6 +73,51 @@ def test_a_run_without_a_checkpoint_starts_at_its_beginning(tmp_path: Path) -> N
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
 
 
+def test_a_start_that_trained_nothing_binds_no_later_one(tmp_path: Path, capsys) -> None:
+    """It failed before its first step: a corrected configuration begins in the same folder, another model too."""
+    open_(tmp_path / "run").begin()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    opened = open_(tmp_path / "run", "optimizer.learning_rate=0.5", "algorithm=grpo", vocab_size=516)
+    assert (opened.step, opened.checkpoint) == (0, None)
+    open_(tmp_path / "run", "checkpoint.resume=false")
+    with opened.held(by_this_rank=True):
+        opened.begin()
+    assert capsys.readouterr().err == ""
+    append_json_line(tmp_path / "run" / "metrics.jsonl", {"step": 1})
+    assert open_(tmp_path / "run", "optimizer.learning_rate=0.5", "algorithm=grpo", vocab_size=516).step == 0
+    with pytest.raises(ValueError, match="algorithm.name is 'flash_reinforce'"):
+        open_(tmp_path / "run", vocab_size=516)
+
+
+def test_steps_that_no_checkpoint_holds_are_named_and_their_records_kept(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    open_(run).begin()
+    for number in (1, 2):
+        for step in (1, 2, 3):
+            append_json_line(run / "metrics.jsonl", {"step": step})
+            append_json_line(run / "samples.jsonl", {"step": step, "start": number})
+        open_(run).begin()
+        aside = run / f"interrupted-{number}"
+        assert capsys.readouterr().err == (
+            f"output={str(run)!r}: steps 1 to 3 are trained again: no checkpoint holds them; their records are kept in "
+            f"{aside}\n"
+        )
+        assert [r["step"] for r in read_json_lines(aside / "metrics.jsonl")] == [1, 2, 3]
+        assert [r["start"] for r in read_json_lines(aside / "samples.jsonl")] == [number] * 3
+        assert (run / "metrics.jsonl").read_text() == ""
+        assert not (run / "trajectories.jsonl").exists()
+
+
+def test_steps_after_the_checkpoint_are_named(run: Path, capsys) -> None:
+    for step in range(1, 7):
+        append_json_line(run / "metrics.jsonl", {"step": step})
+    open_(run).begin()
+    assert capsys.readouterr().err == (
+        f"output={str(run)!r}: steps 5 to 6 are trained again: the newest checkpoint is of step 4, later records are "
+        "replaced\n"
+    )
+
+
 def test_records_are_cut_back_to_the_checkpoint(run: Path) -> None:
     for name in ("metrics.jsonl", "trajectories.jsonl", "samples.jsonl"):
         for step in (3, 3, 4, 5, 6):

@@ -23,8 +23,10 @@ from processes import run_ranks
 from safetensors.torch import load_file
 
 from nemo_flashrl.metrics.table import from_machine
+from nemo_flashrl.plan.memory import Layout, disk_use
 from nemo_flashrl.run.folder import EXIT_PREEMPTED, complete_checkpoints
 from nemo_flashrl.run.jsonl import read_json_lines
+from nemo_flashrl.weights.model_shape import model_shape
 
 BATCH, EPOCH = 8, 40  # an epoch is five steps
 REFERENCE = ("reference.mode=ema", "reference.beta=0.8", "kl.coefficient=0.01", "kl.schedule=adaptive")
@@ -194,6 +196,28 @@ def test_sigterm_to_one_rank_saves_on_all(warm_start: Path, straight: Path, tmp_
     assert [line["step"] for line in metrics(run)] == list(range(1, step + 3))
     assert prompts(run) == [(1 + i // BATCH, i) for i in range((step + 2) * BATCH)]
     assert not (run / "preempted").exists()
+
+
+def test_ctrl_c_saves_too(warm_start: Path, straight: Path, tmp_path: Path) -> None:
+    """Before the first checkpoint; as a person stopped it, no requeue is asked for."""
+    run = tmp_path / "run"
+    strike = (0, signal.SIGINT, run, "metrics.jsonl", 0.0)
+    said = train(run, warm_start, 1000, strike=strike, exit_codes=(130,))
+    (step,) = complete_checkpoints(run / "checkpoints")
+    assert f"stopped by Ctrl-C after step {step} of 1000; rerun the same command to resume" in said
+    assert "a second one ends the run at once" in said
+    assert not (run / "preempted").exists()
+    written = sum(file.stat().st_size for file in (run / "checkpoints").rglob("*") if file.is_file())
+    shape = model_shape(json.loads((warm_start / "config.json").read_text()))
+    planned = disk_use(shape, Layout(precision="fp32"), written=1, keep=1).checkpoint
+    assert planned < written < planned + 400_000  # metadata and generators beside the tensors
+    train(run, warm_start, step + 1)
+    assert metrics(run) == metrics(straight)[: step + 1]
+
+
+def test_a_second_ctrl_c_ends_the_process() -> None:
+    said = run_ranks(1, "interrupted_twice", exit_codes=(-signal.SIGINT,))
+    assert f"asked by {signal.SIGINT:d}" in said and "still here" not in said
 
 
 def test_a_complete_run_that_is_started_again_is_a_success(warm_start: Path, tmp_path: Path) -> None:
