@@ -119,6 +119,8 @@ _ROLLOUT = (
     Metric("rollout_faults", "tries", "requests and weight syncs of this step that failed and were retried", MACHINE),
     Metric("rollout_faults_*", "tries", "the same by reason; `sync_*` are weight syncs", MACHINE),
     Metric("observations_truncated", "observations", "truncated at rollout.max_observation_tokens"),
+    Metric("actions_truncated", "share", "of the actions, those that ran to rollout.max_tokens_per_turn"),
+    Metric("actions_with_chat_tokens", "share", "of the actions, those that go on after a token of the chat template"),
     _sum("dropped_ratio_guard", "trajectories", "rejected for a token whose ratio exceeds ratio_guard", "guarded"),
     Metric("dropped_*", "trajectories", "left out of training, by reason"),
     Metric("truncated_*", "trajectories", "truncated, by reason"),
