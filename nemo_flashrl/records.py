@@ -6,6 +6,7 @@ B = trajectories of one batch. Log-probs are natural logarithms, aligned to the 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ class Sampling:
     temperature: float = 1.0  # 0 means greedy
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # strings that end an answer with the token that completes one in its text
+    decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False)  # an episode's, for `stop`
     seed: int = 0  # fixes this one request's randomness, whatever else is in flight
 
 

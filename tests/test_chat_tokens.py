@@ -5,17 +5,30 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import warnings
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from doubles import ScriptedEngine, ScriptedEnvironment
+from tiny import write_model
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from nemo_flashrl.config import RunConfig, load
+from nemo_flashrl.engines.sglang import SGLangDialect
+from nemo_flashrl.engines.transformers import TransformersEngine
+from nemo_flashrl.engines.vllm import VLLMDialect
 from nemo_flashrl.environments.environment import StepResult
+from nemo_flashrl.preflight.model import warn_of_text
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.episode import Limits, run_episode
+from nemo_flashrl.rollout.from_config import episode_sampling
+from nemo_flashrl.rollout.metrics import rollout_metrics
+from nemo_flashrl.rollout_server.serve import ServeOptions, command
 
 CORPUS = [
     "[INST] What is it? [/INST] It is lower than 42. higher, lower",
@@ -43,6 +56,10 @@ PHI_3 = (
 GLM = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 LLAMA_3 = (
     "{% set roles = {'tool': 'ipython'} %}{{ bos_token }}{% for m in messages %}"
@@ -253,3 +270,148 @@ def test_plain_text_goes_on_as_one_text() -> None:
     prompt = tokenizer.encode("What is it?", add_special_tokens=False)
     whole = tokenizer.encode("It is lower than 42", add_special_tokens=False)
     assert requests[1] == prompt + whole
+
+
+def folder_of(path: Path, tokenizer: Any, config: Any = None, generation: Any = None) -> Path:
+    tokenizer.save_pretrained(path)
+    for name, ends in (("config.json", config), ("generation_config.json", generation)):
+        if ends is not None:
+            (path / name).write_text(json.dumps({"model_type": "qwen2", "eos_token_id": ends}))
+    return path
+
+
+def settings(folder: Path, *stop: str) -> RunConfig:
+    return load("rehearsal", ["output=none", f"model.path='{folder}'", f"rollout.stop={json.dumps(stop)}"])
+
+
+def chatml(eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
+    return byte_level(CHATML, eos_token=eos, more=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+
+
+def test_all_end_tokens_of_the_files_stop(tmp_path: Path) -> None:
+    """As Llama 3.1: transformers' own generate stops at each of generation_config.json's."""
+    tokenizer = llama_3()
+    eot, eom, text = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"])
+    folder = folder_of(tmp_path, tokenizer, config=[text, eot], generation=[text, eom, eot])
+    assert set(GenerationConfig.from_pretrained(folder).eos_token_id) == {eot, eom, text}
+    assert episode_sampling(settings(folder), tokenizer).stop_token_ids == tuple(sorted((eot, eom, text)))
+    (tmp_path / "generation_config.json").unlink()
+    assert episode_sampling(settings(folder), tokenizer).stop_token_ids == tuple(sorted((eot, text)))
+    (tmp_path / "generation_config.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a")
+    with pytest.raises(ValueError, match="generation_config.json is a Git LFS pointer, not the file itself"):
+        episode_sampling(settings(folder), tokenizer)
+
+
+@pytest.mark.parametrize("config", [None, "<|im_end|>", "<|endoftext|>"])
+def test_a_tokenizer_with_the_wrong_end_stops_at_the_right_one_too(config: str | None, tmp_path: Path) -> None:
+    """As a GGUF conversion leaves it. Without config.json's word the chat template knows."""
+    tokenizer = chatml(eos="<|im_start|>")
+    start, end, text = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    folder = folder_of(tmp_path, tokenizer, config=config and tokenizer.convert_tokens_to_ids(config))
+    stops = episode_sampling(settings(folder), tokenizer).stop_token_ids
+    assert set(stops) == {start, end} | ({text} if config == "<|endoftext|>" else set())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_text(settings(folder), tokenizer)
+    texts = [str(warning.message) for warning in said]
+    if config is None:
+        assert texts == []
+    else:
+        (line,) = texts
+        assert f"of the tokenizer is '<|im_start|>' ({start}), that of config.json {config!r} (" in line
+    action = [*sampled(tokenizer, "lower"), end]
+    _, requests = play(tokenizer, action, stops, StepResult("higher"))
+    assert requests[1] == rendered(tokenizer, "What is it?", "lower", "higher")
+
+
+def test_nothing_is_said_of_files_that_agree(tmp_path: Path) -> None:
+    tokenizer = chatml()
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    folder = folder_of(tmp_path, tokenizer, config=ends[0], generation=ends)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_text(settings(folder), tokenizer)
+
+
+def test_a_model_without_chat_template_is_one_line(tmp_path: Path) -> None:
+    tokenizer = chatml()
+    tokenizer.chat_template = None
+    folder = folder_of(tmp_path, tokenizer)
+    with pytest.warns(UserWarning, match="has no chat template: messages are joined and trained as plain text") as said:
+        warn_of_text(settings(folder), tokenizer)
+    assert len(said) == 1
+
+
+def test_answers_without_an_end_are_counted() -> None:
+    tokenizer = chatml()
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    action = [*sampled(tokenizer, "lower"), end, start, *tokenizer.encode("lower")]
+    t, _ = play(tokenizer, action, (), StepResult("higher"))
+    assert (t.info["actions_truncated"], t.info["actions_with_chat_tokens"]) == (2, 2)
+    metrics = rollout_metrics([t], 0, Counter(), Counter())
+    assert (metrics["actions_truncated"], metrics["actions_with_chat_tokens"]) == (1.0, 1.0)
+    t, _ = play(tokenizer, [*sampled(tokenizer, "lower"), end], (end,), StepResult("higher"))
+    assert t.info == {}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "legacy"])
+def test_a_stop_string_ends_an_action_with_the_token_that_completes_it(kind: str, tmp_path: Path) -> None:
+    tokenizer = chatml() if kind == "bytes" else sentencepiece("legacy", ZEPHYR)
+    said = "<answer> 42</answer>, lower"
+    action = tokenizer.encode(said, add_special_tokens=False)
+    needed = next(n for n in range(len(action)) if "</answer>" in tokenizer.decode(action[:n]))
+    config = settings(folder_of(tmp_path, tokenizer), "</answer>", "never said")
+    sampling = replace(episode_sampling(config, tokenizer), max_tokens=40)
+    assert sampling.stop == ("</answer>", "never said")
+    t = alone(tokenizer, ScriptedEngine(action), sampling)
+    assert t.token_ids[t.action_mask].tolist() == action[:needed]
+    assert t.behavior_logprobs[t.action_mask].tolist() == [-(i + 1) / 16 for i in range(needed)]
+    assert t.info == {}
+
+
+def test_stop_strings_stop_the_model_in_this_process(tmp_path: Path) -> None:
+    """The sampled text of a random model, then one of its own stretches of letters as the stop string."""
+    tokenizer = chatml()
+    tokenizer.save_pretrained(write_model(tmp_path, vocab_size=len(tokenizer), max_position_embeddings=256))
+    engine = TransformersEngine(tmp_path)
+    free = Sampling(max_tokens=60, seed=3)
+    t = alone(tokenizer, engine, free)
+    ids, scores = t.token_ids[t.action_mask].tolist(), t.behavior_logprobs[t.action_mask].tolist()
+    texts = [tokenizer.decode(ids[: n + 1]) for n in range(60)]
+    place = next(n for n in range(20, 60) if texts[n].isascii() or "\ufffd" not in texts[n][-6:])
+    stop = texts[place][-6:]
+    first = next(n for n in range(60) if stop in texts[n])
+
+    class Counting(TransformersEngine):
+        longest = 0
+
+        async def generate(self, token_ids: Any, sampling: Sampling) -> Any:
+            answer = await super().generate(token_ids, sampling)
+            self.longest = max(self.longest, len(answer.token_ids))
+            return answer
+
+    engine = Counting(tmp_path)
+    stopped = alone(tokenizer, engine, replace(free, stop=(stop,)))
+    assert stopped.token_ids[stopped.action_mask].tolist() == ids[: first + 1]
+    assert stopped.behavior_logprobs[stopped.action_mask].tolist() == scores[: first + 1]
+    assert engine.longest == first + 1  # it does not sample on to the limit
+
+
+def test_servers_are_told_stop_strings(tmp_path: Path) -> None:
+    sampling = Sampling(stop=("</answer>",), stop_token_ids=(7,))
+    asked = VLLMDialect(9).request([1], sampling)["sampling_params"]
+    assert (asked["stop"], asked["detokenize"], asked["include_stop_str_in_output"]) == (["</answer>"], True, True)
+    assert VLLMDialect(9).request([1], Sampling())["sampling_params"]["detokenize"] is False
+    asked = SGLangDialect(9).request([1], sampling)["sampling_params"]
+    assert (asked["stop"], asked["no_stop_trim"], asked["stop_token_ids"]) == (["</answer>"], True, [7])
+    folder = folder_of(tmp_path, chatml())
+    for stop, skipped in (((), True), (("<|im_end|>", ")"), True), (("</answer>",), False)):
+        line = command(settings(folder, *stop), ServeOptions(), 8000, accelerated=True)
+        assert ("--skip-tokenizer-init" in line) is skipped
+
+
+def alone(tokenizer: Any, engine: Any, sampling: Sampling) -> Trajectory:
+    """An episode of one action."""
+    environment = ScriptedEnvironment([StepResult(done=True)], prompt="What is it?")
+    limits = Limits(max_context=200, step_timeout=5.0)
+    return asyncio.run(run_episode(engine, environment, None, Codec(tokenizer), limits, sampling))

@@ -117,7 +117,7 @@ class RolloutConfig:
     max_turns: int = within(8, 1)
     max_tokens_per_turn: int = within(512, 1)
     max_observation_tokens: int = within(2048, 1)
-    stop: list[str] = field(default_factory=list)  # tokens that end an action, beside the end-of-sequence token
+    stop: list[str] = field(default_factory=list)  # tokens or strings that end an action, beside the model's end tokens
     step_timeout: float = within(60.0, ABOVE_ZERO)  # seconds an environment call may take
     episode_timeout: float | None = within(None, ABOVE_ZERO)  # seconds of a whole episode, generation included
     keep_observation: str = one_of("head", "tail", "both")  # what is kept of an observation that is too long

@@ -11,6 +11,7 @@ LOW_ACCEPTANCE = 0.7  # of stale trajectories, over which a step still has most 
 FRESH_ACCEPTANCE = 0.95  # of trajectories that the very weights in training have sampled: nearly all should pass
 FEWEST_SYNCS = 3
 ROUNDING_NATS = 2e-5  # between trainer and server in fp32, whatever the step
+MOSTLY_TRUNCATED, OFTEN = 0.9, 0.1  # of the actions
 MISMATCH_NATS = 0.02  # bf16 engines differ from a trainer by 1e-3 to 1e-2 per token on the same weights
 
 
@@ -91,6 +92,13 @@ def _environment_errors(run: RunRecord) -> str:
     return f"episodes_environment_error is {share:.0%} of the episodes at {last_steps(run)}"
 
 
+def _runs_on(run: RunRecord, metric: str, most: float) -> str:
+    share = run.column(metric)
+    if not recent(share) > most:
+        return ""
+    return f"{metric} is {recent(share):.0%} of the actions at {steps_where(run, share > most)}"
+
+
 def _cut_by_context(run: RunRecord) -> str:
     ends = [n for n in run.steps[-1] if n.startswith("episodes_") and n != "episodes_in_flight"]
     total = sum(np.nan_to_num(run.column(name)) for name in ends)
@@ -166,6 +174,28 @@ SAMPLING_RULES = (
         _environment_errors,
         ("tools or servers that time out", "a bug in the environment"),
         "read `info.error` in trajectories.jsonl; rollout.step_timeout up",
+    ),
+    Rule(
+        "answers_never_end",
+        "Nearly every answer runs to its token limit",
+        lambda run: _runs_on(run, "actions_truncated", MOSTLY_TRUNCATED),
+        (
+            "the token with which the model ends an answer is none of eos_token_id in config.json, "
+            "generation_config.json and tokenizer_config.json",
+            "rollout.max_tokens_per_turn below what an answer needs",
+            "a base model, which has not learnt to end",
+        ),
+        "name the model's end token in rollout.stop; rollout.max_tokens_per_turn up",
+    ),
+    Rule(
+        "answers_go_on",
+        "Answers go on after a special token of the chat template",
+        lambda run: _runs_on(run, "actions_with_chat_tokens", OFTEN),
+        (
+            "the model's end token is none of those that stop an answer: junk is sampled after it, and trained",
+            "a chat template that is not the model's",
+        ),
+        "name the token in rollout.stop; copy tokenizer_config.json and chat_template.jinja of the model again",
     ),
     Rule(
         "cut_by_limits",

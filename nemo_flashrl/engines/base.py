@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.probe import NamedTensors
+
+
+def tokens_to_stop(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int], stop: Sequence[str]) -> int | None:
+    """How many of `token_ids` it takes until their text holds one of `stop`; None where it never does."""
+
+    def holds(count: int) -> bool:
+        text = decode(token_ids[:count])
+        return any(string in text for string in stop)
+
+    if not stop or not holds(len(token_ids)):
+        return None
+    return 1 + bisect_left(range(1, len(token_ids) + 1), True, key=holds)
+
+
+def completes_stop(sampling: Sampling, token_ids: Sequence[int]) -> bool:
+    """Whether the text of the last tokens holds a stop string, of which each token has a byte at least."""
+    if not sampling.stop:
+        return False
+    window = 1 + max(len(string.encode()) for string in sampling.stop)
+    return tokens_to_stop(sampling.decode, token_ids[-window:], sampling.stop) is not None
 
 
 @runtime_checkable

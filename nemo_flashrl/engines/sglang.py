@@ -43,6 +43,7 @@ class SGLangDialect:
                 "max_new_tokens": sampling.max_tokens,
                 "sampling_seed": sampling.seed % _SEEDS,  # heeded with --enable-deterministic-inference
                 "stop_token_ids": list(sampling.stop_token_ids),
+                **({"stop": list(sampling.stop), "no_stop_trim": True} if sampling.stop else {}),
                 "top_p": 1.0,
                 "top_k": -1,
                 "min_p": 0.0,

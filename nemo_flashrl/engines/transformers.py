@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from nemo_flashrl.engines.base import completes_stop
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.hf_config import context_limit, read_config
 from nemo_flashrl.weight_sync.probe import NamedTensors
@@ -235,7 +236,7 @@ class _Wave:
             request.sampled.append(token)
             request.logprobs.append(logprob)
             request.versions.append(version)
-            if token in request.sampling.stop_token_ids:
+            if token in request.sampling.stop_token_ids or completes_stop(request.sampling, request.sampled):
                 ended.append((request, "stop"))
             elif len(request.sampled) == request.sampling.max_tokens:
                 ended.append((request, "length"))

@@ -58,7 +58,8 @@ class VLLMDialect:
                 "presence_penalty": 0.0,
                 "frequency_penalty": 0.0,
                 "logprobs": 0,
-                "detokenize": False,
+                "detokenize": bool(sampling.stop),
+                **({"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}),
                 **more,
             },
         }

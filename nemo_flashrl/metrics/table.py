@@ -126,6 +126,8 @@ _ROLLOUT = (
         MACHINE,
     ),
     Metric("observations_truncated", "observations", "truncated at rollout.max_observation_tokens"),
+    Metric("actions_truncated", "share", "of the actions, those that ran to rollout.max_tokens_per_turn"),
+    Metric("actions_with_chat_tokens", "share", "of the actions, those that go on after a token of the chat template"),
     _sum("dropped_ratio_guard", "trajectories", "rejected for a token whose ratio exceeds ratio_guard", "guarded"),
     Metric("dropped_*", "trajectories", "left out of training, by reason"),
     Metric("truncated_*", "trajectories", "truncated, by reason"),

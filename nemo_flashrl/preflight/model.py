@@ -15,6 +15,7 @@ from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.environments.guard import in_words
+from nemo_flashrl.rollout.from_config import end_tokens, stop_tokens
 from nemo_flashrl.weight_sync.hf_config import (
     context_limit,
     read_config,
@@ -164,16 +165,17 @@ def read_tokenizer(folder: str | Path) -> Any:
 
 
 def load_tokenizer(config: RunConfig, vocab_size: int) -> Any:
-    """The tokenizer of `model.path`, which has every token that `rollout.stop` names."""
+    """The tokenizer of `model.path`, which can write all that `rollout.stop` names."""
     tokenizer = read_tokenizer(config.model.path)
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"model.path={config.model.path!r}: the tokenizer has {len(tokenizer)} tokens, the model's vocab_size is "
             f"{vocab_size}: they do not belong together"
         )
-    for token in config.rollout.stop:
-        if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
-            raise ValueError(f"rollout.stop: {token!r} is not a token of the tokenizer in {config.model.path!r}")
+    for string in config.rollout.stop:
+        written = tokenizer.encode(string, add_special_tokens=False)
+        if not written or tokenizer.unk_token_id in written:
+            raise ValueError(f"rollout.stop: {string!r} cannot be written with the tokenizer in {config.model.path!r}")
     return tokenizer
 
 
@@ -185,4 +187,25 @@ def warn_of_noise(config: RunConfig, hf_config: dict[str, Any]) -> None:
             f"{Path(config.model.path) / 'config.json'}: {', '.join(on)} is not applied: the policy is trained without "
             "dropout and jitter, as it is sampled",
             stacklevel=3,
+        )
+
+
+def warn_of_text(config: RunConfig, tokenizer: Any) -> None:
+    """Say in one line each what of the model's text format is likely not meant."""
+    where = f"model.path={config.model.path!r}"
+    if not tokenizer.chat_template:
+        warnings.warn(
+            f"{where} has no chat template: messages are joined and trained as plain text, without roles", stacklevel=2
+        )
+    ends, stops = end_tokens(tokenizer, config.model.path), stop_tokens(config, tokenizer)
+    own, said = ends["the tokenizer"], ends.get("config.json", set()) - {*stops.values()}
+    if own and said and not own <= said:
+        first, second = (
+            " and ".join(f"{tokenizer.convert_ids_to_tokens(index)!r} ({index})" for index in sorted(ids))
+            for ids in (own, said)
+        )
+        warnings.warn(
+            f"{where}: the end-of-sequence token of the tokenizer is {first}, that of config.json {second}: each ends "
+            "an answer; correct eos_token in tokenizer_config.json or eos_token_id in config.json",
+            stacklevel=2,
         )

@@ -23,7 +23,7 @@ from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.vllm import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
-from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise
+from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise, warn_of_text
 from nemo_flashrl.preflight.tensors import check_tensors
 from nemo_flashrl.rollout.from_config import moving_group_size, prompt_source, temperature_schedule
 from nemo_flashrl.run.folder import RunFolder, open_folder
@@ -75,6 +75,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     environment = _load(environments.load, config.environment.name, "environment.name")
     _check_evaluation(config)
     settings, tasks = check_environment(config, environment, tokenizer)
+    warn_of_text(config, tokenizer)
     if config.curriculum.mixture:  # its classes are the tasks'
         prompt_source(config, tasks)
     size = hf_config["vocab_size"]

@@ -14,7 +14,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from nemo_flashrl.engines.base import tokens_to_stop
 from nemo_flashrl.environments.environment import Message
+from nemo_flashrl.records import Generation
 
 # No token spells more characters than this but in runs of blanks; what is longer is cut before it is encoded,
 # so that 100 MB of tool output cost nothing.
@@ -57,18 +59,30 @@ class Codec:
         self._lead = self._find_lead()
         self._roles: dict[str, str] = {}  # role -> as which the template shows it
         self._shown_role("user")
-        self.turn_ends = self._find_turn_ends()  # ids of the special token with which the template ends an answer
+        # Ids of the special token with which the template ends an answer, and of all that it writes around messages
+        self.turn_ends, self._around = self._find_turn_ends()
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The prompt: the chat template with its generation prompt, or the plain concatenation of the contents."""
         ids = self._encode(self._render([self._safe(message) for message in messages]))
         return ids if self._has_template else self._start + ids
 
+    def until_stop(self, action: Generation, stop: Sequence[str]) -> Generation:
+        """The action up to the token that completes one of `stop` in its text; an engine may have sampled on."""
+        count = tokens_to_stop(self.decode, action.token_ids, stop)
+        if count is None:
+            return action
+        return Generation(action.token_ids[:count], action.logprobs[:count], action.versions[:count], "stop")
+
+    def holds_chat_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Whether a special token that the template writes around messages stands before the end of an answer."""
+        return not self._around.isdisjoint(token_ids[:-1])
+
     def action_text(self, token_ids: Sequence[int], stop_token_ids: Sequence[int]) -> str:
         """What the policy said. A closing special token is left out; a stop token that is a word stays."""
         if token_ids and token_ids[-1] in stop_token_ids and token_ids[-1] in self._special:
             token_ids = token_ids[:-1]
-        return self._decode(token_ids)
+        return self.decode(token_ids)
 
     def observation(self, text: str, max_tokens: int, keep: str = "head") -> Observation:
         """`text` as at most `max_tokens` tokens, and where it was cut a mark that says how much is missing.
@@ -81,8 +95,8 @@ class Codec:
             return Observation(_clean(text))
         tail_size = {"head": 0, "tail": max_tokens, "both": max_tokens // 2}[keep]
         head_size = max_tokens - tail_size
-        head = self._decode(self._plain(text[:window])[:head_size])
-        tail = self._decode(self._plain(text[-window:])[-tail_size:]) if tail_size else ""
+        head = self.decode(self._plain(text[:window])[:head_size])
+        tail = self.decode(self._plain(text[-window:])[-tail_size:]) if tail_size else ""
         removed = max(1, len(text) - len(head) - len(tail))
         mark = f"[{removed} characters cut]"
         mark = f"{mark}\n" if not head else f"\n{mark}" if not tail else f"\n{mark}\n"
@@ -133,16 +147,17 @@ class Codec:
         after = encode(f"{self._anchor}a", add_special_tokens=False)[1:]
         return "\n" if self._anchor and after != encode("a", add_special_tokens=False) else ""
 
-    def _find_turn_ends(self) -> frozenset[int]:
+    def _find_turn_ends(self) -> tuple[frozenset[int], frozenset[int]]:
         if not self._has_template:
-            return frozenset()
+            return frozenset(), frozenset()
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _HERE}]
         try:
             text = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False)
         except (TemplateError, ValueError, TypeError, KeyError):  # of one that cannot end with an answer
-            return frozenset()
+            return frozenset(), frozenset()
         end = self._spelling.match(text.rpartition(_HERE)[2].lstrip())
-        return frozenset({self._ids[end[0]]} if end else ())
+        around = frozenset(self._ids[spelling] for spelling in self._spelling.findall(text)) & self._named.keys()
+        return frozenset({self._ids[end[0]]} if end else ()), around
 
     def _shown_role(self, role: str) -> str:
         """`role`, or "user" in place of "tool" where the template knows no tool; ValueError if it shows neither."""
@@ -224,7 +239,8 @@ class Codec:
             ids = [i for i in ids if i is not None]
         return ids
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens spelt out."""
         return self._tokenizer.decode(
             list(token_ids),
             skip_special_tokens=False,

@@ -70,7 +70,7 @@ class Collector:
         """`temperature` (of the policy version) goes before that of `sampling`; `group_sizes` moves `group_size`.
 
         Left out, `prompts` are epochs over `tasks` in an order fixed by `seed`, `sampling` ends an action at the
-        end-of-sequence token alone, and `max_in_flight` is `batch_size`.
+        tokenizer's and the chat template's end tokens, and `max_in_flight` is `batch_size`.
 
         Raises:
             ValueError: `batch_size` is no multiple of `group_size`, or a size below 1 (`max_staleness`: 0).
@@ -82,10 +82,10 @@ class Collector:
             raise ValueError(f"{batch_size=} counts trajectories and must be a multiple of {group_size=}")
         if max_staleness is not None and max_staleness < 0:
             raise ValueError(f"{max_staleness=} must be at least 0, or None for no bound")
-        ends = {tokenizer.eos_token_id} - {None}
+        self._codec, self._limits = Codec(tokenizer), limits
+        ends = {tokenizer.eos_token_id, *self._codec.turn_ends} - {None}
         self.sampling = Sampling(stop_token_ids=tuple(ends)) if sampling is None else sampling
         self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
-        self._codec, self._limits = Codec(tokenizer), limits
         self._prompts = PromptStream(len(tasks), seed=seed) if prompts is None else prompts
         self._temperature, self._group_sizes = temperature, group_sizes
         self._batch_size, self._group_size = batch_size, group_size

@@ -18,12 +18,15 @@ import numpy as np
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.environment import Environment, Message, StepResult
 from nemo_flashrl.environments.guard import EnvironmentFailure, ask, in_words, reset, step
-from nemo_flashrl.records import NO_VERSION, Sampling, Trajectory, Turn
+from nemo_flashrl.records import NO_VERSION, Generation, Sampling, Trajectory, Turn
 from nemo_flashrl.rollout.chat_tokens import Codec, Observation
 
 Summarize = Callable[[str, int], Awaitable[str]]  # (observation, tokens it may have) -> what stands in its place
 KEEP = ("head", "tail", "both")
-COUNTS = ("observations_truncated", "observation_characters_cut", "observations_summarized")  # ours, in the info
+COUNTS = (  # ours, in the info
+    *("observations_truncated", "observation_characters_cut", "observations_summarized"),
+    *("actions_truncated", "actions_with_chat_tokens"),
+)
 PROMPT_TOO_LONG = "prompt_too_long"  # the end of an episode that has not begun
 
 
@@ -148,9 +151,11 @@ async def _play(
     for number in range(limits.max_turns):
         context = episode.context
         room = limits.max_context - len(context)
-        request = replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=turn_seed(*identity, number))
-        action = await engine.generate(context, request)
+        most, seed = min(sampling.max_tokens, room), turn_seed(*identity, number)
+        request = replace(sampling, max_tokens=most, seed=seed, decode=codec.decode)
+        action = codec.until_stop(await engine.generate(context, request), sampling.stop)
         episode.turns.append(Turn(action))
+        _count_odd_ends(codec, action, episode.counts)
         text = codec.action_text(action.token_ids, sampling.stop_token_ids)
         result = await ask("step", limits.step_timeout, step, environment, text)
         episode.reward += result.reward
@@ -168,6 +173,14 @@ async def _play(
                 return "token_limit"
             episode.turns[-1] = turn
     return "turn_limit"
+
+
+def _count_odd_ends(codec: Codec, action: Generation, counts: Counter[str]) -> None:
+    """What a policy does whose end token is not among those that stop it."""
+    if action.finish_reason == "length":
+        counts["actions_truncated"] += 1
+    if codec.holds_chat_tokens(action.token_ids):
+        counts["actions_with_chat_tokens"] += 1
 
 
 async def _observe(

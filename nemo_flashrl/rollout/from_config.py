@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nemo_flashrl.algorithms.schedules import GroupSize, TemperatureSchedule
@@ -13,11 +15,13 @@ from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.guard import task_at, tasks_of
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.records import Sampling, Trajectory
+from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import LongPrompts
 from nemo_flashrl.rollout.held_out import evaluate
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
+from nemo_flashrl.weight_sync.hf_reader import refuse_lfs_pointer
 
 
 def episode_limits(config: RunConfig) -> Limits:
@@ -42,14 +46,43 @@ def long_prompts(config: RunConfig, tasks: str = "task") -> LongPrompts:
 
 
 def episode_sampling(config: RunConfig, tokenizer: Any) -> Sampling:
-    """How an action is sampled at the start of a run; the end-of-sequence token always ends it."""
+    """How an action is sampled at the start of a run; all end tokens that the model's files name end it."""
     rollout, schedule = config.rollout, temperature_schedule(config)
-    stops = {tokenizer.convert_tokens_to_ids(token) for token in rollout.stop} | {tokenizer.eos_token_id} - {None}
+    tokens = stop_tokens(config, tokenizer)
+    stops = {*tokens.values()}.union(*end_tokens(tokenizer, config.model.path).values())
     return Sampling(
         temperature=rollout.temperature if schedule is None else schedule(0),
         max_tokens=rollout.max_tokens_per_turn,
         stop_token_ids=tuple(sorted(stops)),
+        stop=tuple(string for string in rollout.stop if string not in tokens),
     )
+
+
+def stop_tokens(config: RunConfig, tokenizer: Any) -> dict[str, int]:
+    """Those of `rollout.stop` that are one token, by their spelling; the others are looked for in the text."""
+    ids = {text: tokenizer.convert_tokens_to_ids(text) for text in config.rollout.stop}
+    return {text: index for text, index in ids.items() if index not in (None, tokenizer.unk_token_id)}
+
+
+def end_tokens(tokenizer: Any, folder: str | Path) -> dict[str, set[int]]:
+    """The tokens that end an answer, by where it is said; transformers' `generate` knows generation_config.json's.
+
+    Raises:
+        ValueError: a file of the folder is a Git LFS pointer, or is not JSON.
+    """
+    ends = {"the tokenizer": {tokenizer.eos_token_id} - {None}, "the chat template": set(Codec(tokenizer).turn_ends)}
+    for name in ("config.json", "generation_config.json"):
+        path = Path(folder) / name
+        if not path.is_file():
+            continue
+        refuse_lfs_pointer(path)
+        try:
+            said = json.loads(path.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is not a JSON object ({error}): copy it again") from error
+        listed = said if isinstance(said, list) else [said]
+        ends[name] = {index for index in listed if isinstance(index, int) and 0 <= index < len(tokenizer)}
+    return ends
 
 
 def temperature_schedule(config: RunConfig) -> TemperatureSchedule | None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.episode import PROMPT_TOO_LONG
 
+OF_ACTIONS = ("actions_truncated", "actions_with_chat_tokens")  # counted in an episode's info
 AGES = (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_up", 8, None))  # policy versions
 DROPS = ("too_old", "empty", "tied", PROMPT_TOO_LONG)
 ENDS = ("done", "turn_limit", "token_limit", "environment_error")  # always there; others when they occur
@@ -18,12 +19,13 @@ def rollout_metrics(
     trajectories: Sequence[Trajectory], policy_version: int, dropped: Counter[str], ends: Counter[str]
 ) -> dict[str, float]:
     """Numbers of one batch that is trained at `policy_version`; `episodes_*` count the dropped ones too."""
-    actions = sum(t.action_count for t in trajectories)
+    actions, turns = sum(t.action_count for t in trajectories), sum(t.turns for t in trajectories)
     return {
         **_temperature(trajectories),
-        "turns": sum(t.turns for t in trajectories) / len(trajectories),
+        "turns": turns / len(trajectories),
         "action_token_share": actions / sum(len(t.token_ids) for t in trajectories),
         "observations_truncated": float(sum(t.info.get("observations_truncated", 0) for t in trajectories)),
+        **{name: sum(t.info.get(name, 0) for t in trajectories) / turns for name in OF_ACTIONS},
         **staleness_metrics(trajectories, policy_version),
         **{f"dropped_{reason}": float(dropped[reason]) for reason in DROPS},
         **{f"episodes_{reason}": float(ends[reason]) for reason in sorted({*ENDS, *ends})},

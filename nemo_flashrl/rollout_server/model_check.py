@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_flashrl.weight_sync.hf_config import check_folder, refuse_lfs_pointer
 
 SMALLEST_CPU_HEAD = 32  # of vLLM's attention on a CPU; a smaller one kills the engine at its first request
+
+
+def are_tokens(folder: Path, strings: Sequence[str]) -> bool:
+    """Whether each of `strings` is one token of the folder's tokenizer.json; without one there is no text to search."""
+    path = folder / "tokenizer.json"
+    if not strings or not path.is_file():
+        return True
+    tokenizer = json.loads(path.read_text())
+    vocab = tokenizer["model"]["vocab"]  # spelling -> id, or in a Unigram model [spelling, score]
+    known = set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
+    return {*strings} <= known | {token["content"] for token in tokenizer["added_tokens"]}
 
 
 def check_model(folder: Path, accelerated: bool) -> None:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.launch.parent import end_with_parent
-from nemo_flashrl.rollout_server.model_check import check_model
+from nemo_flashrl.rollout_server.model_check import are_tokens, check_model
 
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.5
@@ -147,7 +147,8 @@ def command(config: RunConfig, options: ServeOptions, port: int, accelerated: bo
     context = config.model.context_length
     return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(Path(config.model.path).resolve()), "--skip-tokenizer-init"),
+        *("--model", str(Path(config.model.path).resolve())),
+        *(("--skip-tokenizer-init",) if are_tokens(Path(config.model.path), config.rollout.stop) else ()),
         *("--host", options.host, "--port", str(port)),
         *("--dtype", _DTYPES[config.model.precision], "--max-model-len", str(context)),
         *("--max-num-seqs", str(min(256, config.rollout.slots))),

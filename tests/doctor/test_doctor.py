@@ -52,6 +52,8 @@ WRITTEN = {  # rule -> (numbers of the last five steps, settings)
         {"memory_peak_gib": 77.0, "memory_total_gib": 79.0},
         {},
     ),  # others need this memory
+    "answers_never_end": ({"actions_truncated": 1.0}, {}),  # the recordings have no such metrics
+    "answers_go_on": ({"actions_with_chat_tokens": 0.5}, {}),
     "fragmentation": ({"memory_retries": 3.0}, {}),  # a GPU's allocator retries; a CPU has none
     "recompute_missing": ({"recompute_active": 0.0}, {"recompute": "full"}),  # this package's models do recompute
     "all_left_out": (  # the policy of the healthy run is trained: it has no malformed action
