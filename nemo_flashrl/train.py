@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from nemo_flashrl import platform
 from nemo_flashrl.build import build_callbacks, build_data, build_driver, build_model, build_trainer
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.metrics.progress import logged
 from nemo_flashrl.preflight.conflicts import report_conflicts
 from nemo_flashrl.preflight.prepare import prepare
 from nemo_flashrl.run.folder import RunFolder
@@ -36,7 +37,7 @@ def train(config: RunConfig) -> Path:
     output = Path(config.output)
     first = int(os.environ.get("RANK", "0")) == 0
     report_conflicts(config, parts.algorithm, shown=first)
-    with parts.folder.held(by_this_rank=first):
+    with parts.folder.held(by_this_rank=first), logged(output, int(os.environ.get("RANK", "0"))):
         platform.install()
         model = build_model(config, parts)
         driver = build_driver(config, parts) if first else None

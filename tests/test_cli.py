@@ -300,6 +300,17 @@ def test_a_refusal_has_no_traceback(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_under_torchrun_the_reason_is_the_last_line(tmp_path: Path) -> None:
+    """torchrun ends with a traceback and a report of its own, whose last line but the border is ours."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "nemo_flashrl.cli", "train", "rehearsal", f"output={tmp_path / 'run'}"]
+    done = subprocess.run([*command, "model.path=/nowhere"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1  # torchrun's own
+    *_, reason, border = done.stderr.strip().splitlines()
+    assert set(border) == {"="}
+    assert reason.startswith("flashrl train: model.path='/nowhere': no such folder")
+
+
 def test_a_reader_that_has_seen_enough() -> None:
     """`flashrl plan ... | head`: no traceback, and no exit code of success."""
     plan = shlex.join([*FLASHRL, "plan", "llama3_8b_32k"])
