@@ -17,6 +17,7 @@ from nemo_flashrl.commands.rehearse import add_rehearse
 from nemo_flashrl.commands.report import add_report
 from nemo_flashrl.commands.serve_rollout import add_serve_rollout
 from nemo_flashrl.commands.train import add_train
+from nemo_flashrl.launch.parent import tell_torchrun
 
 _THAT_ONLY_PRINT = ("report", "doctor", "plan")
 
@@ -36,17 +37,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
     except ValueError as error:
+        tell_torchrun(f"flashrl {options.command}: {error}")
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node: every process refuses the same
             print(f"flashrl {options.command}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if options.command != "rehearse":
+            tell_torchrun(f"flashrl {options.command}: {type(error).__name__}: {error}")
             raise
         print(f"flashrl {options.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"flashrl {options.command}: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        tell_torchrun(f"flashrl {options.command}: {type(error).__name__}: {error}")
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -86,7 +86,8 @@ def _resolve(path: str, remedy: str) -> Any:
         # A dependency that the user's module lacks is the user's real problem: only a wrong path is reworded.
         if not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"{path!r}: no module {error.name!r} can be imported; {remedy}") from error
+        places = "from the configuration's folder or PYTHONPATH"
+        raise ValueError(f"{path!r}: no module {error.name!r} can be imported {places}; {remedy}") from error
     return getattr(module, name, None)
 
 

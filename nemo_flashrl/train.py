@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 from nemo_flashrl import platform
 from nemo_flashrl.build import build_callbacks, build_data, build_driver, build_model, build_trainer
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.metrics.progress import logged
 from nemo_flashrl.preflight.admission import report_disk
 from nemo_flashrl.preflight.conflicts import report_conflicts
 from nemo_flashrl.preflight.prepare import prepare
@@ -68,7 +69,7 @@ def train(config: RunConfig) -> Path:
     output = Path(config.output)
     first = int(os.environ.get("RANK", "0")) == 0
     report_conflicts(config, parts.algorithm, shown=first)
-    with parts.folder.held(by_this_rank=first):
+    with parts.folder.held(by_this_rank=first), logged(output, int(os.environ.get("RANK", "0"))):
         if first:
             report_disk(config, parts.hf_config)
         platform.install()

@@ -58,22 +58,26 @@ def _train(options: argparse.Namespace) -> int:
             print(f"flashrl train: {complete}")
         return 0
     except (Preempted, Interrupted) as stop:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"flashrl train: {stop}; rerun the same command to resume", file=sys.stderr)
-        return EXIT_PREEMPTED if isinstance(stop, Preempted) else 128 + signal.SIGINT
+        code = EXIT_PREEMPTED if isinstance(stop, Preempted) else 128 + signal.SIGINT
+        return _stopped(f"{stop}; rerun the same command to resume", code)
     except StoppedByMonitor as stop:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"flashrl train: {stop}", file=sys.stderr)
-        return EXIT_MONITOR
+        return _stopped(str(stop), EXIT_MONITOR)
     except (NoServer, NotSaved) as error:
-        print(f"flashrl train: {error}", file=sys.stderr)
-        return 1
+        return _stopped(str(error), 1, every_rank=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = f"free space for output={settings.output!r} and temporary files, then rerun the same command to resume"
-        print(f"flashrl train: no space left on device ({error}): {free}", file=sys.stderr)
-        return 1
+        return _stopped(f"no space left on device ({error}): {free}", 1, every_rank=True)
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")
     return 0
+
+
+def _stopped(reason: str, code: int, *, every_rank: bool = False) -> int:
+    from nemo_flashrl.launch.parent import tell_torchrun
+
+    tell_torchrun(f"flashrl train: {reason}")
+    if every_rank or os.environ.get("RANK", "0") == "0":
+        print(f"flashrl train: {reason}", file=sys.stderr)
+    return code

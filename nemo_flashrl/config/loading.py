@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -38,7 +39,7 @@ def conf_folder() -> Path:
 
 
 def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded: Sequence[str] = ()) -> RunConfig:
-    """Read and check a configuration.
+    """Read and check a configuration; from then on, what it names can be imported from its folder too.
 
     Args:
         name_or_path: a YAML file, or the name of one under `conf/experiment`.
@@ -72,6 +73,8 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ValueError(_one_line(error, path)) from error
     check(config)
+    if (folder := str(path.parent.resolve())) not in sys.path and conf_folder() not in path.parents:
+        sys.path.append(folder)  # last: it hides nothing that is installed
     return config
 
 

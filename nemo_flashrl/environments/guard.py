@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
+import inspect
 import json
+import os
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -53,7 +58,7 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
 
 async def _called(name: str, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...]) -> T:
     try:
-        return await function(*arguments)
+        return await awaited(name, function(*arguments))
     except (EnvironmentFailure, *_OURS):
         raise
     except BaseException as error:
@@ -61,12 +66,45 @@ async def _called(name: str, function: Callable[..., Awaitable[T]], arguments: t
 
 
 def in_words(error: BaseException) -> str:
-    """Type and message of an error, which may be one of the environment's own classes."""
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}"[:_LONGEST_ERROR].removesuffix(": ")
-    except Exception:  # its __str__
-        return name
+    """Type and message of an error, which may be one of the environment's own classes, and where it was raised."""
+    text = type(error).__name__
+    with contextlib.suppress(Exception):  # of its __str__
+        text = f"{text}: {error}"[:_LONGEST_ERROR].removesuffix(": ")
+    place = raised_at(error)
+    return f"{text} ({place})" if place else text
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line` of the environment's own code: the deepest in the folder of what we called; empty where none is.
+
+    A library that it calls, beside it in a virtual environment too, is not its own.
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [(file, line) for file, line in frames if not _is_between(file)]
+    if not frames:
+        return ""
+    folder = os.path.join(os.path.dirname(frames[0][0]), "")
+    own = [
+        f"{file}:{line}"
+        for file, line in frames
+        if file.startswith(folder) and "site-packages" not in file.removeprefix(folder)
+    ]
+    return own[-1]
+
+
+def _is_between(file: str) -> bool:
+    """Whether it is Python's machinery, or ours outside of the environments that we ship."""
+    here = os.path.dirname(__file__)
+    loading = file in (__file__, os.path.join(here, "__init__.py"))
+    ours = file.startswith(os.path.join(os.path.dirname(here), "")) and (os.path.dirname(file) != here or loading)
+    return ours or file.startswith(("<", os.path.dirname(asyncio.__file__), importlib.__path__[0]))
+
+
+def awaited(name: str, answer: Any) -> Any:
+    """The same, where it can be awaited; TypeError says what the method has to be."""
+    if not inspect.isawaitable(answer):
+        raise TypeError(f"{name} has to be `async def`: it returned a {type(answer).__name__}, which nothing can await")
+    return answer
 
 
 def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
@@ -77,8 +115,9 @@ def tasks_of(environment: type, settings: Any) -> Sequence[Any]:
     """
     try:
         tasks = environment.tasks(settings)
-    except ValueError as error:  # the environment's own word on its settings
-        raise ValueError(f"tasks: {error}") from error
+    except ValueError as error:  # the environment's own word on its settings, or an accident of a user's
+        place = "" if environment.__module__.startswith("nemo_flashrl.") else raised_at(error)
+        raise ValueError(f"tasks: {error} ({place})" if place else f"tasks: {error}") from error
     except Exception as error:
         raise ValueError(f"tasks: {in_words(error)}") from error
     if not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
@@ -134,7 +173,7 @@ class _NotMade:
 
 async def reset(environment: Environment, task: Any) -> list[Message]:
     """The prompt, checked."""
-    messages = await environment.reset(task)
+    messages = await awaited("reset", environment.reset(task))
     if not isinstance(messages, list | tuple) or not messages:
         kind = "an empty" if isinstance(messages, list | tuple) else "a"
         raise TypeError(f"the prompt is {kind} {type(messages).__name__}, not {_MESSAGES}")
@@ -147,7 +186,7 @@ async def reset(environment: Environment, task: Any) -> list[Message]:
 
 async def step(environment: Environment, action: str) -> StepResult:
     """The answer to an action, checked, with plain floats and bools for numbers and truth values of other types."""
-    result = await environment.step(action)
+    result = await awaited("step", environment.step(action))
     if not isinstance(result, StepResult):
         raise TypeError(f"the answer is a {type(result).__name__}, not a StepResult")
     for name, kind in (("observation", str), ("info", dict), ("role", str), ("shaping", dict)):

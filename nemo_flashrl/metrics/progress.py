@@ -1,16 +1,26 @@
-"""How far a run is, on the terminal: one line that is rewritten in place, or plain lines where there is no terminal."""
+"""What a run shows on the terminal, how far it is above all: one line that is rewritten in place, or plain lines where
+there is no terminal. What NeMo and Megatron say goes to the run's log.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import shutil
+import socket
 import statistics
 import sys
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 RECENT_STEPS = 20  # that the ETA is estimated from
+LOGS = "logs"  # folder of a run: rank-N.log, every start after the one before
+START, END = "--- started: ", "--- ended: "
 PHASES = {"rollout_seconds": "rollouts", "train_seconds": "training", "refit_seconds": "weight sync"}
 
 
@@ -93,3 +103,68 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class _Sorted:
+    """A standard stream: everything goes to the log, to the screen what this package and the user's code say."""
+
+    def __init__(self, screen: TextIO, log: TextIO) -> None:
+        self._screen = screen
+        self.log: TextIO | None = log  # None: passed on as it is, for loggers that keep this stream
+
+    def write(self, text: str) -> int:
+        """As of any text stream."""
+        if self.log is not None:
+            with contextlib.suppress(OSError):  # a full disk is told by what has to be written
+                self.log.write(text)
+            if not _is_shown(sys._getframe(1), text):
+                return len(text)
+        return self._screen.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._screen, name)
+
+
+def _is_shown(frame: Any, text: str) -> bool:
+    """By who writes: our modules, the user's, the interpreter; of loggers errors, of warnings those of our lines."""
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("wandb."):  # it wraps streams
+        frame = frame.f_back
+    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    if module.startswith("logging"):
+        return getattr(frame.f_locals.get("record"), "levelno", 0) >= logging.ERROR
+    if module == "warnings":
+        return "nemo_flashrl" in text or "site-packages" not in text
+    return module.startswith("nemo_flashrl.") or "site-packages" not in file
+
+
+@contextlib.contextmanager
+def logged(output: Path, rank: int) -> Iterator[None]:
+    """Until the block ends, `output`/logs/rank-N.log holds all that this process says, and in the end what ended it."""
+    folder = output / LOGS
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"rank-{rank}.log").open("a", buffering=1, encoding="utf-8", errors="replace") as log:
+        log.write(f"{START}{time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()} on {socket.gethostname()}\n")
+        before = sys.stdout, sys.stderr
+        streams = sys.stdout, sys.stderr = _Sorted(sys.stdout, log), _Sorted(sys.stderr, log)
+        for handler in _stream_handlers():
+            if handler.stream in before:
+                handler.setStream(streams[before.index(handler.stream)])
+        end = "done"
+        try:
+            yield
+        except BaseException as error:
+            end = f"{type(error).__name__}: {error}"
+            log.write(traceback.format_exc())
+            raise
+        finally:
+            for stream in streams:
+                stream.log = None
+            sys.stdout, sys.stderr = before
+            with contextlib.suppress(OSError):
+                log.write(END + " ".join(end.split()) + "\n")
+
+
+def _stream_handlers() -> list[logging.StreamHandler]:
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    found = [handler for logger in loggers for handler in getattr(logger, "handlers", ())]
+    return [handler for handler in found if type(handler) is logging.StreamHandler]

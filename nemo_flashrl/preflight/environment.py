@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import queue
 import threading
 import warnings
@@ -33,6 +34,11 @@ def check_environment(config: RunConfig, environment: type, tokenizer: Any) -> t
     missing = [member for member in MEMBERS if not hasattr(environment, member)]
     if missing:
         raise ValueError(f"environment.name={name!r} is not an environment: it lacks {', '.join(missing)}")
+    for member in ("reset", "step", "close"):
+        function = inspect.unwrap(getattr(environment, member))
+        if inspect.isfunction(function) and not inspect.iscoroutinefunction(function):
+            place = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+            raise ValueError(f"environment.name={name!r}: {member} has to be `async def` ({place})")
     if not dataclasses.is_dataclass(environment.Settings):
         raise ValueError(f"environment.name={name!r}: Settings is not a dataclass")
     settings = settings_of(environment, config.environment.settings, "environment")

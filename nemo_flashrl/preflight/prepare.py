@@ -21,6 +21,7 @@ from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.vllm import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
+from nemo_flashrl.environments.guard import in_words, raised_at
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
 from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise, warn_of_text
@@ -143,7 +144,10 @@ def _load(loader: Callable[[str], Any], name: str, where: str) -> Any:
     try:
         return loader(name)
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{where}={name!r}: {error}") from error
+        place = raised_at(error) if "." in name else ""
+        raise ValueError(f"{where}={name!r}: {error} ({place})" if place else f"{where}={name!r}: {error}") from error
+    except Exception as error:  # of the user's module as it is imported
+        raise ValueError(f"{where}={name!r}: {in_words(error)}") from error
 
 
 def _check_servers(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 <output>/config.yaml                     what the run was started with
 <output>/run.json                        what its checkpoints are bound to
 <output>/run.lock                        held by the run that is at work there
+<output>/logs/rank-0.log                 what rank 0 said, NeMo and Megatron included, and what ended it
 <output>/checkpoints/step=5/             a Megatron distributed checkpoint (under weights/)
 <output>/checkpoints/step=5/files.json   the bytes of each of its files, written last
 <output>/interrupted-1/                  records of steps that no checkpoint held and that were trained again
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_flashrl.config import RunConfig, load_saved, save
+from nemo_flashrl.metrics.progress import LOGS
 from nemo_flashrl.run.jsonl import cut_records, read_json_lines, warn_of_gaps, written_whole
 from nemo_flashrl.run.lock import LOCK, locked
 
@@ -183,7 +185,7 @@ def open_folder(config: RunConfig, hf_config: Mapping[str, Any]) -> RunFolder:
 
 def _read(config: RunConfig, own: Mapping[str, Any]) -> RunFolder:
     path = Path(config.output)
-    if not path.exists() or (path.is_dir() and all(file.name == LOCK for file in path.iterdir())):
+    if not path.exists() or (path.is_dir() and all(file.name in (LOCK, LOGS) for file in path.iterdir())):
         return RunFolder(config, own)
     if not (path / "run.json").is_file():
         raise ValueError(f"output={config.output!r} exists: a run never overwrites; choose another folder or remove it")

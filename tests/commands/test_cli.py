@@ -197,6 +197,46 @@ def test_a_group_file_beside_the_own_is_named(flashrl, tmp_path: Path) -> None:
     assert (code, only.split(": ")[1]) == (2, f"{tmp_path}/model/mine.yaml:2")
 
 
+OWN_ENVIRONMENT = """
+from dataclasses import dataclass
+
+@dataclass
+class Settings:
+    pass
+
+class Mine:
+    Settings = Settings
+
+    @classmethod
+    def tasks(cls, settings):
+        return [1 / 0]
+
+    async def reset(self, task):
+        pass
+
+    step = close = reset
+"""
+
+
+def test_the_environments_module_may_lie_beside_the_file(
+    flashrl, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found, imported and asked for its tasks, from whatever folder the command is given."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_own_task.py").write_text(OWN_ENVIRONMENT)
+    (tmp_path / "my_own_broken_task.py").write_text("import json\n\njson.loads('{')\n")
+    config = "model: {context_length: 128}\nalgorithm: {name: grpo}\nrollout: {batch_size: 8}\n"
+    for name, said in (
+        ("my_own_task.Mine", f"tasks: ZeroDivisionError: division by zero ({tmp_path}/my_own_task.py:13)"),
+        ("my_own_broken_task.Mine", f"({tmp_path}/my_own_broken_task.py:3)"),
+        ("my_own_missing_task.Mine", "no module 'my_own_missing_task' can be imported from the configuration's folder"),
+    ):
+        (tmp_path / "run.yaml").write_text(f"{config}environment: {{name: {name}}}\n")
+        code, _, err = flashrl("train", tmp_path / "run.yaml", f"output={tmp_path / 'run'}", f"model.path={model}")
+        (line,) = err.strip().splitlines()
+        assert code == 2 and said in line
+
+
 def copied(model: Path, folder: Path, name: str, text: str) -> Path:
     folder.mkdir()
     for file in model.iterdir():
@@ -272,6 +312,17 @@ def test_a_refusal_has_no_traceback(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("flashrl train: ")
     assert "Traceback" not in done.stderr
+
+
+def test_under_torchrun_the_reason_is_the_last_line(tmp_path: Path) -> None:
+    """torchrun ends with a traceback and a report of its own, whose last line but the border is ours."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "nemo_flashrl.cli", "train", "rehearsal", f"output={tmp_path / 'run'}"]
+    done = subprocess.run([*command, "model.path=/nowhere"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1  # torchrun's own
+    *_, reason, border = done.stderr.strip().splitlines()
+    assert set(border) == {"="}
+    assert reason.startswith("flashrl train: model.path='/nowhere': no such folder")
 
 
 def test_a_reader_that_has_seen_enough() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -153,7 +154,8 @@ def test_a_task_that_cannot_be_read() -> None:
     """Of training it is one episode's end, later; held-out tasks are all read now."""
     torn = {"tasks": classmethod(lambda cls, settings: TornTasks(Sound.tasks(settings)))}
     check(**torn)
-    with pytest.raises(ValueError, match=r"evaluation.settings=\{'seed': 5\}: tasks\[9\]: OSError: page 9 is torn$"):
+    where = r"evaluation.settings=\{'seed': 5\}: tasks\[9\]"
+    with pytest.raises(ValueError, match=rf"{where}: OSError: page 9 is torn \(.*/tests/doubles.py:113\)$"):
         check("evaluation.every_steps=1", "evaluation.settings={seed: 5}", **torn)
 
 
@@ -164,3 +166,33 @@ def test_a_tokenizer_that_does_not_know_the_text_is_told_of_once(recwarn) -> Non
     [warned] = [str(warning.message) for warning in recwarn.list]
     assert "environment.name='my.Own': 3 of the 5 tokens of the prompt of task 0 are " in warned
     assert "model.path='m'" in warned
+
+
+@pytest.mark.parametrize("member", ["reset", "step", "close"])
+def test_a_method_that_is_not_async_is_refused_with_its_place(member: str) -> None:
+    def plain(self: Any, *arguments: Any) -> None:
+        RELEASE.wait(0)
+
+    line = plain.__code__.co_firstlineno
+    with pytest.raises(ValueError, match=rf"'my.Own': {member} has to be `async def` \({__file__}:{line}\)"):
+        check(**{member: plain})
+
+
+def test_a_decorated_method_may_hide_that_it_is_async() -> None:
+    def logged(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapper(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        return wrapper
+
+    check(step=logged(Sound.step))
+
+
+def test_an_error_in_tasks_or_reset_names_the_users_line() -> None:
+    async def reset(self: Any, task: Any) -> Any:
+        return {}["prompt"]
+
+    line = reset.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match=rf"reset of task 0: KeyError: 'prompt' \({__file__}:{line}\)"):
+        check(reset=reset)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import re
 import time
 from collections import Counter
 from decimal import Decimal
@@ -424,9 +426,10 @@ def test_an_environment_or_task_that_cannot_be_had_ends_its_episode_alone(error:
 
     for where, tasks in (("__init__", [None]), ("tasks[0]", Torn([None]))):
         t = play(ScriptedEngine(GET), begun(tasks, 0, make)[1])
+        place = f"{__file__}:{make.__code__.co_firstlineno + 1}"  # where it was first raised
         assert (t.end_reason, t.info["error"]) == (
             "environment_error",
-            f"{where}: {type(error).__name__}: {error}",
+            f"{where}: {type(error).__name__}: {error} ({place})",
         )
 
 
@@ -486,7 +489,7 @@ def test_an_environment_cannot_spoil_our_counts() -> None:
 def test_faults_in_reset_and_close() -> None:
     t = play(ScriptedEngine(GET), ScriptedEnvironment([], prompt=RuntimeError("no server")))
     assert (t.end_reason, t.turns, len(t.token_ids), t.action_count) == ("environment_error", 0, 0, 0)
-    assert t.info["error"] == "reset: RuntimeError: no server"
+    assert re.fullmatch(r"reset: RuntimeError: no server \(.*/tests/doubles.py:\d+\)", t.info["error"])
     prompt = [{"role": ["user"], "content": "Q k 2 9 :"}]
     t = play(ScriptedEngine(GET), ScriptedEnvironment([DONE], prompt=prompt))
     assert t.info["error"].startswith("reset: TypeError: the prompt holds {'role': ['user'], 'content': 'Q k 2 9 :'}")
@@ -495,7 +498,35 @@ def test_faults_in_reset_and_close() -> None:
         raise OSError("busy")
 
     t = play(ScriptedEngine(GET), ScriptedEnvironment([DONE], on_close=fail))
-    assert (t.end_reason, t.reward, t.info["close_error"]) == ("done", 1.0, "close: OSError: busy")
+    place = f"{__file__}:{fail.__code__.co_firstlineno + 1}"
+    assert (t.end_reason, t.reward, t.info["close_error"]) == ("done", 1.0, f"close: OSError: busy ({place})")
+
+
+def test_an_error_names_the_environments_own_line() -> None:
+    """Not the library's that it calls, nor ours that called it."""
+
+    class Own(ScriptedEnvironment):
+        async def step(self, action: str) -> StepResult:
+            return self.helper()
+
+        def helper(self) -> StepResult:
+            return json.loads("{")
+
+    t = play(ScriptedEngine(GET), Own([]))
+    line = Own.helper.__code__.co_firstlineno + 1
+    assert t.info["error"].startswith("step: JSONDecodeError: Expecting property name")
+    assert t.info["error"].endswith(f"({__file__}:{line})")
+
+
+def test_a_step_that_is_not_async_is_told() -> None:
+    class Own(ScriptedEnvironment):
+        def step(self, action: str) -> StepResult:
+            return DONE
+
+    t = play(ScriptedEngine(GET), Own([]))
+    assert t.info["error"].startswith(
+        "step: TypeError: step has to be `async def`: it returned a StepResult, which nothing can await"
+    )
 
 
 def test_an_engines_fault_is_the_runs() -> None:

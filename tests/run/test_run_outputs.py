@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from tiny import random_trajectories
 
+from nemo_flashrl.metrics.progress import Progress, logged
 from nemo_flashrl.metrics.step import policy_metrics, trajectory_metrics
 from nemo_flashrl.metrics.table import RENAMED, find_metric
 from nemo_flashrl.records import Batch
@@ -91,3 +95,45 @@ def test_the_curve_rises_from_left_to_right() -> None:
     lines = draw_curve([0.0, 0.5, 1.0], rows=2)
     assert lines[0] == "1.0 │  █"
     assert lines[1] == "0.0 │ ██"
+
+
+def written_by(module: str, folder: Path, source: str) -> Any:
+    """`speak(...)` of a module of that name, in a file of that folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{module}.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(module, file)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found.speak
+
+
+def test_what_others_say_goes_to_the_log_alone(tmp_path: Path, capsys) -> None:
+    """The screen has our lines, the user's, and errors; the log has everything, and what ended the run."""
+    says = "import sys\n\ndef speak(text):\n    print(text, file=sys.stderr)\n"
+    upstream = written_by("upstream", tmp_path / "site-packages", says)
+    users = written_by("my_task", tmp_path, says)
+    logger = logging.getLogger("test_what_others_say")
+    logger.addHandler(logging.StreamHandler(sys.stderr))  # as one that was imported before has it
+    with pytest.raises(KeyError), logged(tmp_path / "run", rank=3):
+        upstream("chatter of a library")
+        users("a print of the user's environment")
+        logger.warning("chatter of a logger")
+        logger.error("an error of a logger")
+        Progress(1, interval=0).step_done(
+            {
+                **{"step": 1, "step_seconds": 1.0, "train_seconds": 1.0, "reward_mean": 0.0, "success": 0.0},
+                **{"turns": 1.0, "tokens_per_second": 5.0},
+            }
+        )
+        raise KeyError("oops")
+    logger.warning("after the run")
+    out, err = capsys.readouterr()
+    assert out.startswith("step    1/1  reward 0.000")
+    assert err.splitlines() == ["a print of the user's environment", "an error of a logger", "after the run"]
+    log = (tmp_path / "run" / "logs" / "rank-3.log").read_text()
+    for text in ("chatter of a library", "a print of the", "chatter of a logger", "an error of", "step    1/1"):
+        assert text in log
+    assert "after the run" not in log
+    assert "Traceback (most recent call last)" in log
+    assert log.splitlines()[-1] == "--- ended: KeyError: 'oops'"
