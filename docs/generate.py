@@ -155,6 +155,7 @@ def troubleshooting() -> str:
         lines += ["", f"## {rule.title}", "", f"Rule `{rule.name}`.", "", "Causes:", ""]
         lines += [f"{number}. {cause}" for number, cause in enumerate(rule.causes, 1)]
         lines += ["", f"Change: {rule.change}"]
+        lines += [line for condition, change in rule.change_where for line in ("", f"With `{condition}`: {change}")]
     return "\n".join(lines) + "\n"
 
 
