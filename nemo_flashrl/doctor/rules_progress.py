@@ -32,7 +32,11 @@ def _fall(run: RunRecord, name: str, window: int) -> tuple[float, float, int, in
     top = int(np.flatnonzero(means == means.max())[-1])
     best, last = float(means[top]), float(means[-1])
     scale = max(abs(best), recent(run.column("reward_std")) if name == "reward_mean" else 0.0)
-    least = max(STANDARD_ERRORS * _noise(values) * np.sqrt(2 / window), 0.1 * scale, 0.05 * (name == "success"))
+    noise, least = _noise(values), 0.1 * scale
+    if name == "success":  # a few rare successes: the steps' own differences may show less noise than there is
+        middle, batch = (best + last) / 2, float(setting(run, "rollout.batch_size") or np.inf)
+        noise, least = max(noise, np.sqrt(middle * (1 - middle) / batch)), max(least, 0.05)
+    least = max(STANDARD_ERRORS * noise * np.sqrt(2 / window), least)
     if not best - last > least:
         return None
     after = means[top:]
@@ -59,7 +63,8 @@ def _meanwhile(run: RunRecord) -> str:
 
 
 def _reward_cliff(run: RunRecord) -> str:
-    for name, least in (("success", 0.1), ("reward_mean", 0.0)):
+    spread = recent(run.column("reward_std"), len(run.steps))
+    for name, least in (("success", 0.1), ("reward_mean", 0.5 * spread if np.isfinite(spread) else 0.0)):
         fall = _fall(run, name, 5)
         if fall is None:
             continue
