@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from nemo_flashrl.config.overrides import hydra_override, is_named_as_a_folder, quoted, set_field
+from nemo_flashrl.config.overrides import PRESETS, hydra_override, is_named_as_a_folder, quoted, set_field
 from nemo_flashrl.config.renamed import refuse_renamed, with_new_names
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
@@ -47,7 +48,8 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
             search = f"hydra.searchpath=[{quoted(f'file://{conf_folder().resolve()}')}]"
-            given = [hydra_override(text, conf_folder(), path.parent) for text in overrides or []]
+            chosen = _chosen_presets(path) if overrides else []
+            given = [hydra_override(text, conf_folder(), path.parent, chosen) for text in overrides or []]
             fields = [text for text in given if is_named_as_a_folder(text, path.parent)]
             raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])
         for text in fields:
@@ -62,6 +64,12 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
         raise ValueError(_one_line(error, path)) from error
     check(config)
     return config
+
+
+def _chosen_presets(path: Path) -> list[str]:
+    """Groups of `PRESETS` that the file's own `defaults` name."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [group for group in PRESETS if re.search(rf"^\s*-\s+(override\s+)?/?{group}\s*:", text, re.MULTILINE)]
 
 
 def save(config: RunConfig, path: Path) -> None:
