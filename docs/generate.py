@@ -1,7 +1,7 @@
 """Writes the pages of docs/ that come from the code: `python docs/generate.py`; with --check it only compares.
 
 configuration_reference.md from config/schema.py and the Settings of plug-ins, metrics.md from the metric table,
-troubleshooting.md from the doctor's rules.
+troubleshooting.md from the doctor's rules, recipes.md from conf/recipe.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -16,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from nemo_flashrl import algorithms, environments
-from nemo_flashrl.config import schema
+from nemo_flashrl.config import conf_folder, schema
 from nemo_flashrl.doctor.examine import RULES
 from nemo_flashrl.metrics.table import TABLE
 
@@ -155,6 +156,87 @@ def troubleshooting() -> str:
         lines += ["", f"## {rule.title}", "", f"Rule `{rule.name}`.", "", "Causes:", ""]
         lines += [f"{number}. {cause}" for number, cause in enumerate(rule.causes, 1)]
         lines += ["", f"Change: {rule.change}"]
+        lines += [line for condition, change in rule.change_where for line in ("", f"With `{condition}`: {change}")]
+    return "\n".join(lines) + "\n"
+
+
+RECIPES = ("paper", "long_agent", "grpo_baseline", "orthogonal")
+
+
+def recipe_settings(file: Path) -> Any:
+    """What a recipe sets, with what it is built on; interpolations as they are written."""
+    text = file.read_text()
+    raw = OmegaConf.create(text)
+    built_on = OmegaConf.create({})
+    for item in raw.pop("defaults", []):
+        if item == "_self_":
+            continue
+        if isinstance(item, str):
+            built_on = OmegaConf.merge(built_on, recipe_settings(file.parent / f"{item}.yaml"))
+        else:
+            chosen = conf_folder() / "algorithm" / f"{item['override /algorithm']}.yaml"
+            built_on = OmegaConf.merge(built_on, {"algorithm": OmegaConf.load(chosen)})
+    return OmegaConf.merge(built_on, raw)
+
+
+def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted key, value as YAML writes it)."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield (
+                prefix + name,
+                "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value),
+            )
+
+
+def recipes() -> str:
+    folder = conf_folder() / "recipe"
+    assert {file.stem for file in folder.glob("*.yaml")} == set(RECIPES)
+    settings = {n: dict(flat(OmegaConf.to_container(recipe_settings(folder / f"{n}.yaml")))) for n in RECIPES}
+    keys = list(dict.fromkeys(key for own in settings.values() for key in own))
+    different = [key for key in keys if len({own.get(key) for own in settings.values()}) > 1]
+    same = [f"`{key}={settings[RECIPES[0]][key]}`" for key in keys if key not in different]
+    lines = [
+        NOTE,
+        "# Recipes",
+        "",
+        "A recipe is one setting that chooses an algorithm and its techniques together:",
+        "",
+        "    flashrl train rehearsal recipe=long_agent output=runs/long_agent model.path=warm_start",
+        "",
+        "It overrides the experiment's own settings; model, environment, lengths and learning rate stay the",
+        "experiment's, and other keys on the command line override the recipe. A recipe and a [budget](ablations.md)",
+        "each choose an algorithm: give one of the two.",
+        "",
+        "| recipe | |",
+        "| --- | --- |",
+    ]
+    for name in RECIPES:
+        comment = (folder / f"{name}.yaml").read_text().splitlines()[1]
+        lines.append(f"| `{name}` | {comment.removeprefix('# ')} |")
+    lines += [
+        "",
+        "## Which differ by what",
+        "",
+        "A dash: the recipe leaves it to the experiment, or its algorithm has none.",
+        "",
+    ]
+    lines += ["| setting | " + " | ".join(f"`{name}`" for name in RECIPES) + " |", "| --- |" + " --- |" * len(RECIPES)]
+    for key in different:
+        lines.append(f"| `{key}` | " + " | ".join(settings[name].get(key, "-") for name in RECIPES) + " |")
+    lines += [
+        "",
+        "The same in all of them: " + ", ".join(same) + ".",
+        "",
+        "| from | to | changes |",
+        "| --- | --- | --- |",
+    ]
+    for first, second in itertools.combinations(RECIPES, 2):
+        moved = [f"`{key}`" for key in different if settings[first].get(key) != settings[second].get(key)]
+        lines.append(f"| `{first}` | `{second}` | {', '.join(moved)} |")
+    lines += ["", "When to use which technique, and what it clashes with: [techniques.md](techniques.md)."]
     return "\n".join(lines) + "\n"
 
 
@@ -162,6 +244,7 @@ PAGES = {
     "configuration_reference.md": configuration_reference,
     "metrics.md": metrics,
     "troubleshooting.md": troubleshooting,
+    "recipes.md": recipes,
 }
 
 

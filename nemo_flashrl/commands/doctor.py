@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_flashrl.commands.arguments import path
+from nemo_flashrl.commands.arguments import at_least, path
 
 LOOKS = ("rewards", "groups")  # what `flashrl doctor` looks at before a run
+REWARD_SAMPLES = 1000
 
 
 def add_doctor(commands: argparse._SubParsersAction) -> None:
@@ -21,7 +22,7 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         "Exit code 0: nothing found; 1: findings.",
         epilog="examples: flashrl doctor runs/first\n"
         "          flashrl doctor rewards my_run.yaml model.path=warm_start --from-run runs/first\n"
-        "          flashrl doctor groups my_run.yaml rollout.temperature=0.9 --prompts 20 --samples 8",
+        "          flashrl doctor groups my_run.yaml rollout.temperature=0.9 --samples 8 --show 20",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument(
@@ -39,7 +40,10 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=None,
         metavar="N",
-        help="rewards: number of samples (default 256); groups: samples per prompt (default: group size)",
+        help=f"rewards: number of samples (default {REWARD_SAMPLES}); groups: samples per prompt (default: group size)",
+    )
+    doctor.add_argument(
+        "--show", type=at_least(0), default=0, metavar="N", help="groups: print the texts of the first N rollouts"
     )
     doctor.set_defaults(run=_doctor)
 
@@ -56,9 +60,11 @@ def _look(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name}={value}: too few")
     config, overrides = rest[0], rest[1:]
     if kind == "rewards":
-        text, found = look_at_rewards(config, overrides, samples=options.samples or 256, run=options.from_run)
+        samples = options.samples or REWARD_SAMPLES
+        text, found = look_at_rewards(config, overrides, samples=samples, run=options.from_run)
     else:
-        text, found = look_at_groups(config, overrides, prompts=options.prompts, samples=options.samples)
+        numbers = {"prompts": options.prompts, "samples": options.samples, "show": options.show}
+        text, found = look_at_groups(config, overrides, **numbers)
     print(text)
     return 1 if found else 0
 

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 def add_train(commands: argparse._SubParsersAction) -> None:
@@ -18,12 +19,23 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         epilog="example: torchrun --nproc-per-node 4 -m nemo_flashrl.cli train my_run.yaml parallel.tensor=2\n"
         "Rerun the same command to resume from the newest checkpoint.\n"
         "Exit code 0: the run is complete; 75: stopped by SIGTERM and saved, rerun to resume; 130: by Ctrl-C;\n"
-        "3: a limit under `monitors` stopped it, with a checkpoint.",
+        f"3: a limit under `monitors` stopped it, with a checkpoint.\n\n{_presets()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file's settings")
     train.set_defaults(run=_train)
+
+
+def _presets() -> str:
+    """Recipes and budgets, each with the first sentence of its file."""
+    lines = []
+    for group in ("recipe", "budget"):
+        lines.append(f"{group}=NAME, one of:")
+        for file in sorted((Path(__file__).parents[1] / "conf" / group).glob("*.yaml")):
+            comment = [line[2:] for line in file.read_text().splitlines() if line.startswith("# ")][1]
+            lines.append(f"  {file.stem:<14} {comment.partition('. ')[0].rstrip('.:')}")
+    return "\n".join([*lines, "docs/recipes.md and docs/ablations.md tell them apart."])
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from nemo_flashrl.config.overrides import (
+    PRESETS,
     hydra_override,
     is_named_as_a_folder,
     quoted,
@@ -58,7 +60,8 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
             search = f"hydra.searchpath=[{quoted(f'file://{conf_folder().resolve()}')}]"
-            given = [hydra_override(text, conf_folder(), path.parent) for text in overrides or []]
+            chosen = _chosen_presets(path) if overrides else []
+            given = [hydra_override(text, conf_folder(), path.parent, chosen) for text in overrides or []]
             fields = [text for text in given if is_named_as_a_folder(text, path.parent)]
             raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])
         for text in fields:
@@ -82,6 +85,12 @@ def _expand_paths(config: DictConfig) -> None:
     for name in PATHS:
         if value := OmegaConf.select(config, name):
             OmegaConf.update(config, name, os.path.expanduser(value))
+
+
+def _chosen_presets(path: Path) -> list[str]:
+    """Groups of `PRESETS` that the file's own `defaults` name."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return [group for group in PRESETS if re.search(rf"^\s*-\s+(override\s+)?/?{group}\s*:", text, re.MULTILINE)]
 
 
 def save(config: RunConfig, path: Path) -> None:

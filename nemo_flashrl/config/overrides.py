@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,9 +25,13 @@ RENAMED = {  # since 0.1.0
     "monitors.selected": "monitors.effective_fraction",
 }
 
+PRESETS = ("recipe", "budget", "temperature")  # groups of settings of several sections: no experiment chooses one
 
-def hydra_override(text: str, conf: Path, own: Path) -> str:
+
+def hydra_override(text: str, conf: Path, own: Path, chosen: Collection[str] = ()) -> str:
     """What Hydra is given for `text`; groups are folders of `conf`, with further files in the same folder of `own`.
+
+    A preset needs no `+`; where the file has `chosen` one already, it is replaced.
 
     A field that the file leaves at its default may be set too (`++`); the typed merge refuses what is no field. Where
     the schema has a plain string, what Hydra's grammar cannot read, or reads as a list or a sweep, is that string.
@@ -46,7 +50,8 @@ def hydra_override(text: str, conf: Path, own: Path) -> str:
         raise ValueError(f"override {text!r} is not of the form key=value")
     parsed = _parse(text)
     if (conf / key).is_dir():
-        return _group_override(text, parsed, (conf / key, own / key))
+        sign = "+" if key in PRESETS and key not in chosen else ""
+        return sign + _group_override(text, parsed, (conf / key, own / key))
     if not key[0].isalpha():
         if parsed is None:
             raise ValueError(_unreadable(key, value))

@@ -35,9 +35,7 @@ class ModelConfig:
     head_logits_budget_mib: int = within(64, 0)  # a microbatch whose logits fit is scored and trained in one pass
     recompute: str = one_of("none", "selective", "full")  # activation recomputation: of attention | of every layer
     precision: str = one_of("bf16", "fp32")
-    hf_config: dict[str, Any] = field(
-        default_factory=dict
-    )  # the checkpoint's config.json, for `flashrl plan` without the checkpoint
+    hf_config: dict[str, Any] = field(default_factory=dict)  # config.json, for `flashrl plan` without the checkpoint
 
 
 @dataclass
@@ -259,6 +257,8 @@ class MonitorsConfig:
     length_trend: float | None = within(None, ABOVE_ZERO)  # most, as a multiple of the first steps' response_tokens
     repeated_tokens: float | None = within(None, 0, 1)  # most repeated_token_share
     loss_spike: float | None = within(None, 1)  # most, as a multiple of the median |loss| before
+    success_drop: float | None = within(None, 0, 1)  # most that success (mean of 10 steps) is below its best so far
+    reward_drop: float | None = within(None, 0)  # the same of reward_mean
 
 
 @dataclass

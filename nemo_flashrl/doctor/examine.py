@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from nemo_flashrl.doctor.rule import Rule
 from nemo_flashrl.doctor.rules_learning import LEARNING_RULES
 from nemo_flashrl.doctor.rules_machine import MACHINE_RULES
+from nemo_flashrl.doctor.rules_progress import PROGRESS_RULES
 from nemo_flashrl.doctor.rules_sampling import SAMPLING_RULES
 from nemo_flashrl.run.record import RunRecord
 
-RULES: tuple[Rule, ...] = (*LEARNING_RULES, *SAMPLING_RULES, *MACHINE_RULES)
+RULES: tuple[Rule, ...] = (*LEARNING_RULES, *PROGRESS_RULES, *SAMPLING_RULES, *MACHINE_RULES)
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,17 @@ class Finding:
 
     rule: Rule
     evidence: str
+    change: str  # the setting to change, for this run
 
     def as_dict(self) -> dict[str, object]:
         """For the report."""
         rule = self.rule
-        return {"title": rule.title, "evidence": self.evidence, "causes": list(rule.causes), "change": rule.change}
+        return {"title": rule.title, "evidence": self.evidence, "causes": list(rule.causes), "change": self.change}
 
 
 def examine(run: RunRecord) -> list[Finding]:
     """The rules that fire, in the order of `RULES`: what breaks a run comes before what slows it."""
-    return [Finding(rule, evidence) for rule in RULES if (evidence := rule.check(run))]
+    return [Finding(rule, evidence, rule.change_for(run)) for rule in RULES if (evidence := rule.check(run))]
 
 
 def as_text(run: RunRecord, findings: list[Finding]) -> str:
@@ -46,5 +48,5 @@ def as_text(run: RunRecord, findings: list[Finding]) -> str:
         for cause in finding.rule.causes:
             lines.append(f"   {label:<9} - {cause}")
             label = ""
-        lines.append(f"   change    {finding.rule.change}")
+        lines.append(f"   change    {finding.change}")
     return "\n".join(lines)

@@ -22,6 +22,15 @@ class Rule:
     check: Callable[[RunRecord], str]
     causes: tuple[str, ...]  # the likeliest first
     change: str  # the setting to change
+    change_where: tuple[tuple[str, str], ...] = ()  # instead of it: ("rollout.mode=sync", the setting to change there)
+
+    def change_for(self, run: RunRecord) -> str:
+        """The advice that has an effect with the run's own settings."""
+        for condition, change in self.change_where:
+            name, _, value = condition.partition("=")
+            if setting(run, name) == value:
+                return change
+        return self.change
 
 
 def recent(values: np.ndarray, count: int = RECENT) -> float:

@@ -67,7 +67,7 @@ def _advantage_jump(run: RunRecord) -> str:
     return ""
 
 
-def _reward_hacking(run: RunRecord) -> str:
+def reward_hacking(run: RunRecord) -> str:
     """A reward that rises with success may take longer answers; one that rises without it pays for something else."""
     reward = run.column("reward_mean")
     if not long_enough(run) or not recent(reward) - early(reward, 5) > 0.2 * early(run.column("reward_std")):
@@ -86,21 +86,6 @@ def _reward_hacking(run: RunRecord) -> str:
     if not seen:
         return ""
     return f"reward_mean rose from {early(reward, 5):.3g} to {recent(reward):.3g} while " + ", ".join(seen)
-
-
-def _loss_without_progress(run: RunRecord) -> str:
-    name = "evaluation_success" if run.has("evaluation_success") else "success"
-    success, loss, share = run.column(name), thirds(run.column("loss")), recent(run.column("action_token_share"))
-    first, last = thirds(success)
-    third = max(np.isfinite(success).sum() // 3, 1) * float(setting(run, "rollout.batch_size") or 64)
-    noise = 2 * np.sqrt(2 * last * (1 - last) / third)  # two standard errors of the difference
-    flat = abs(last - first) < max(0.03, noise) and last < SOLVED
-    if not (long_enough(run) and flat and share < 0.1 and loss[1] < loss[0]):
-        return ""
-    return (
-        f"{name} stays at {last:.3g}, loss falls from {loss[0]:.3g} to {loss[1]:.3g}, and only {share:.1%} of the "
-        "tokens are actions (action_token_share)"
-    )
 
 
 def _entropy_collapse(run: RunRecord) -> str:
@@ -126,7 +111,8 @@ def _tied_groups(run: RunRecord) -> str:
     return f"tied_groups is {share:.2f} at {last_steps(run)}: that share of the batch has no gradient"
 
 
-def _equal_rewards(run: RunRecord) -> str:
+def equal_rewards(run: RunRecord) -> str:
+    """Most of the last steps had no advantage but 0."""
     deviation, success = run.column("advantage_std"), recent(run.column("success"))
     empty = (deviation[-20:] == 0) & ~(run.column("left_out_share")[-20:] == 1)
     if not (long_enough(run) and empty.mean() > 0.5 and success < SOLVED):
@@ -151,25 +137,29 @@ LEARNING_RULES = (
         "Loss or gradient is NaN or inf",
         _not_finite,
         (
+            "advantages that are neither normalised nor clipped: one rare reward far from the others",
+            "a reward, shaping term or log-prob that is not finite",
             "learning rate too high",
-            "a half-precision overflow in the transformer layers",
-            "a reward or log-prob that is not finite",
+            "an overflow in the transformer layers",
         ),
-        "optimizer.learning_rate down to 1e-6; optimizer.max_grad_norm=1.0; model.precision=bf16 or fp32",
+        "first the advantages: algorithm.settings.normalise=true (FlashREINFORCE) or normalisation=z_score (GRPO), and "
+        "advantage.clip=3; then optimizer.learning_rate down to 1e-6 with optimizer.max_grad_norm=1.0; then "
+        "model.precision=fp32",
     ),
     Rule(
         "exploding_gradient",
         "Gradients explode",
         _exploding,
         ("learning rate too high", "ratios far from 1 because rollouts are stale", "the reward scale changed"),
-        "optimizer.learning_rate lower, optimizer.max_grad_norm=1.0, rollout.max_staleness lower",
+        "advantages normalised (algorithm.settings.normalise=true or normalisation=z_score) and advantage.clip=3, "
+        "optimizer.learning_rate lower, optimizer.max_grad_norm=1.0, rollout.max_staleness or rollout.lag lower",
     ),
     Rule(
         "kl_runs_away",
         "KL: the policy drifts away from the reference",
         _kl_runs_away,
         ("learning rate too high", "KL coefficient too small or zero", "a reward that is easy to hack"),
-        "the KL coefficient up (0.01 to 0.1), optimizer.learning_rate lower (1e-6 to 3e-6)",
+        "kl.coefficient up (0.01 to below 0.05), optimizer.learning_rate lower (1e-6 to 3e-6)",
     ),
     Rule(
         "reference_too_far",
@@ -188,23 +178,16 @@ LEARNING_RULES = (
     Rule(
         "reward_hacking",
         "Reward hacking: reward rises while length or repetition explodes",
-        _reward_hacking,
+        reward_hacking,
         ("the reward pays for length or for repeated tool calls", "no cost on turns or length", "no KL term"),
         "read samples.jsonl; then a length or repetition penalty, or rollout.max_turns and max_tokens_per_turn lower",
-    ),
-    Rule(
-        "loss_without_progress",
-        "Loss falls without progress, and few tokens are actions",
-        _loss_without_progress,
-        ("observations dominate the context", "the policy is trained on tokens that do not matter for the outcome"),
-        "rollout.max_observation_tokens lower; token masks (selection.tokens) that keep only the tokens that matter",
     ),
     Rule(
         "entropy_collapse",
         "Entropy collapse before the task is learnt",
         _entropy_collapse,
         ("learning rate too high", "no KL or entropy term", "temperature too low"),
-        "optimizer.learning_rate lower, rollout.temperature=1.0, a KL coefficient of 0.01 to 0.1",
+        "optimizer.learning_rate lower, rollout.temperature=1.0, kl.coefficient=0.01 to below 0.05",
     ),
     Rule(
         "few_unique_samples",
@@ -223,7 +206,7 @@ LEARNING_RULES = (
     Rule(
         "equal_rewards",
         "Whole batches have zero reward variance",
-        _equal_rewards,
+        equal_rewards,
         ("the policy never solves a task (sparse reward)", "a broken reward", "batches too small for a rare success"),
         "easier tasks first, a better warm start, rollout.batch_size up; play one episode by hand to see the reward",
     ),

@@ -119,11 +119,19 @@ MACHINE_RULES = (
         "Rollout-bound: the trainer waits for rollouts",
         _trainer_waits,
         (
+            "no episode runs while the trainer trains (rollout.mode=sync), and a batch waits for its slowest one",
             "too few rollout GPUs or servers",
             "slow tool calls in the environment",
-            "no episodes in flight during training",
         ),
         "more rollout servers; rollout.max_in_flight above rollout.batch_size; rollout.step_timeout lower",
+        (
+            (
+                "rollout.mode=sync",
+                "rollout=streaming (rollout.mode=in_flight, rollout.max_staleness=4), where a batch is the first "
+                "episodes to end; then more rollout servers. rollout.max_in_flight above the batch changes nothing "
+                "in mode sync",
+            ),
+        ),
     ),
     Rule(
         "rollouts_wait",
@@ -140,7 +148,13 @@ MACHINE_RULES = (
             "padded layout with very different lengths",
             "a token budget so large that short and long trajectories share a microbatch",
         ),
-        "batching.layout=packed; or batching.max_tokens_per_microbatch lower in the padded layout",
+        "batching.layout=packed; or batching.max_tokens_per_microbatch lower",
+        (
+            (
+                "batching.layout=packed",
+                "parallel.context lower: each trajectory is padded to a multiple of it; longer trajectories lose less",
+            ),
+        ),
     ),
     Rule(
         "imbalance",

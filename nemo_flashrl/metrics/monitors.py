@@ -46,7 +46,9 @@ RULES = (
     Rule("entropy", "sampled_entropy", False, "optimizer.learning_rate down, a KL term, rollout.temperature up"),
     Rule("length_trend", "length_trend", True, "length_penalty.coefficient above 0, rollout.max_tokens_per_turn down"),
     Rule("repeated_tokens", "repeated_token_share", True, "length_penalty.unit=new_tokens, a KL term"),
-    Rule("loss_spike", "loss_spike", True, "optimizer.learning_rate down, advantage.clip=3"),
+    Rule("loss_spike", "loss_spike", True, "advantage.clip=3, optimizer.learning_rate down"),
+    Rule("success_drop", "success_drop", True, "an earlier checkpoint; optimizer.learning_rate down, a KL term"),
+    Rule("reward_drop", "reward_drop", True, "an earlier checkpoint; optimizer.learning_rate down, a KL term"),
 )
 
 
@@ -61,7 +63,9 @@ class Monitors:
         self._limits = {name: limit for name, limit in limits.items() if limit is not None}
         self.reason = ""  # why the run is to end
         self._beyond = dict.fromkeys((rule.field for rule in RULES), 0)  # steps in a row
-        self._recent: dict[str, deque[float]] = {n: deque(maxlen=WINDOW) for n in ("spread", "loss", "length")}
+        kept = ("spread", "loss", "length", "success", "reward_mean")
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in kept}
+        self._best: dict[str, float] = {}  # mean over WINDOW steps
         self._first_lengths: list[float] = []
         self._warned = False
 
@@ -102,6 +106,14 @@ class Monitors:
                 self._first_lengths.append(length)
             self._recent["length"].append(length)
             measured["length_trend"] = _ratio(statistics.fmean(self._recent["length"]), self._first_lengths)
+        for name, drop in (("success", "success_drop"), ("reward_mean", "reward_drop")):
+            value, recent = record.get(name), self._recent[name]
+            if value is not None and math.isfinite(value):
+                recent.append(value)
+            if len(recent) == WINDOW:
+                mean = statistics.fmean(recent)
+                self._best[name] = max(self._best.get(name, mean), mean)
+                measured[drop] = self._best[name] - mean
         return measured
 
     def _multiple(self, name: str, value: float | None) -> float | None:

@@ -67,6 +67,8 @@ _LEARNING = (
     Metric("effective_fraction", "share", "of the batch, trajectories trained with a nonzero advantage, gate included"),
     Metric("advantage_jump", "", "spread of advantages (in groups, where there are) / its median over 10 steps before"),
     Metric("loss_spike", "", "|loss| / its median over the 10 steps before"),
+    Metric("success_drop", "share", "best mean of success over 10 steps so far, minus that of the last 10"),
+    Metric("reward_drop", "reward", "the same of reward_mean"),
     Metric("curriculum_share_*", "share", "probability that the next task is of that class"),
     Metric("curriculum_success_*", "share", "success of that class, weighted towards recent prompts"),
     _sum("loss", "", "the policy loss of the step", "loss"),

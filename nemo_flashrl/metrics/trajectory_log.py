@@ -35,8 +35,8 @@ def trajectory_row(trajectory: Trajectory, step: int, policy_version: int, advan
     }
 
 
-def readable(trajectory: Trajectory, tokenizer: Any, advantage: float) -> dict[str, Any]:
-    """What was said, as `segments` and as one `text` with the sampled tokens in [brackets] and their advantage.
+def readable(trajectory: Trajectory, tokenizer: Any, advantage: float | None = None) -> dict[str, Any]:
+    """What was said, as `segments` and as one `text` with the sampled tokens in [brackets] and their advantage, if any.
 
     Every token of a segment of kind "action" has the segment's `advantage`; `logprob` is the sampler's mean over it.
 
@@ -53,7 +53,8 @@ def readable(trajectory: Trajectory, tokenizer: Any, advantage: float) -> dict[s
             segment["advantage"] = advantage
             segment["logprob"] = round(float(trajectory.behavior_logprobs[start:end].mean()), 4)
         segments.append(segment)
-    shown = [f"[{s['text']} | {advantage:+.2f}]" if s["kind"] == ACTION else s["text"] for s in segments]
+    mark = "" if advantage is None else f" | {advantage:+.2f}"
+    shown = [f"[{s['text']}{mark}]" if s["kind"] == ACTION else s["text"] for s in segments]
     return {"segments": segments, "text": " ".join(shown)}
 
 

@@ -35,6 +35,11 @@ READ_ONLY_WITH = (  # a switch, the values that switch on, and the settings that
     ("evaluation.every_steps", ABOVE_ZERO, ("evaluation.tasks", "evaluation.samples", "evaluation.temperature")),
 )
 
+KL_HOLDS_NOTHING, KL_USUAL, KL_LOCKS = 0.001, 0.01, 0.05  # coefficients of a KL in the loss
+FEW_ROLLOUTS, MANY_ROLLOUTS = 4, 32  # of a prompt
+GRADED = ("reasoning_gym",)  # shipped environments whose reward has values between 0 and 1
+WITHOUT_FENCES = ("key_value_store", "python_tool", "reasoning_gym", "textworld", "verifiable_math")
+
 
 @dataclass(frozen=True)
 class Changed:
@@ -129,3 +134,49 @@ def report_conflicts(config: RunConfig, algorithm: Algorithm, *, shown: bool) ->
         )
     if table and shown:
         print(table, file=sys.stderr)
+    if shown:
+        for line in beyond_bounds(config, algorithm):
+            print(f"warning: {line}", file=sys.stderr)
+
+
+def beyond_bounds(config: RunConfig, algorithm: Algorithm) -> list[str]:
+    """Settings beyond the bounds of docs/techniques.md, a line each: what happens there, and what to set instead."""
+    found, kl = [], config.kl
+    normalisation, group_size = getattr(algorithm.settings, "normalisation", ""), algorithm.group_size
+    prompts, environment = config.rollout.batch_size // group_size, config.environment.name
+    if kl.place == "loss" and kl.coefficient >= KL_LOCKS:
+        found.append(
+            f"kl.coefficient={kl.coefficient:g}: from {KL_LOCKS:g} on it locks the policy to its reference; "
+            f"{KL_USUAL:g} is usual"
+        )
+    if kl.place == "loss" and 0 < kl.coefficient <= KL_HOLDS_NOTHING:
+        found.append(
+            f"kl.coefficient={kl.coefficient:g}: at {KL_HOLDS_NOTHING:g} or less it holds nothing and the KL explodes; "
+            f"{KL_USUAL:g} is usual"
+        )
+    if 1 < group_size <= FEW_ROLLOUTS and not (kl.place == "loss" and KL_USUAL <= kl.coefficient < KL_LOCKS):
+        found.append(
+            f"algorithm.settings.group_size={group_size}: advantages of so few rollouts are noisy, the policy drifts; "
+            f"kl.coefficient={KL_USUAL:g} to below {KL_LOCKS:g} with a reference, or groups of 8"
+        )
+    if group_size >= MANY_ROLLOUTS:
+        found.append(
+            f"algorithm.settings.group_size={group_size}: a batch holds {prompts} prompts, "
+            "which the policy overfits; groups of 8 or 16, and evaluation.every_steps above 0 to see it"
+        )
+    if kl.place == "reward" and kl.coefficient > 0 and normalisation in ("z_score", "quantile"):
+        found.append(
+            f"kl.place=reward with normalisation={normalisation}: in a group of equal rewards the KL alone decides, as "
+            "full advantages; set kl.place=loss, or normalisation=none"
+        )
+    if normalisation == "quantile" and environment in GRADED:
+        found.append(
+            f"normalisation=quantile with environment.name={environment}: only ranks count, so a score of 0.1 "
+            "among zeros gets the advantage of a 1 (G=4: +0.75); set normalisation=none, which keeps the distance"
+        )
+    if config.selection.tokens == "code" and environment in WITHOUT_FENCES:
+        found.append(
+            f"selection.tokens=code with environment.name={environment}: its prompts ask for no ``` fences "
+            "and a trajectory without any is left out; set selection.tokens=actions"
+        )
+    return found

@@ -10,8 +10,17 @@ from tiny import random_trajectories
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load
-from nemo_flashrl.doctor.before_run import group_findings, group_table
-from nemo_flashrl.doctor.reward_terms import LENGTH, as_table, findings, outliers, reward_terms, summarize
+from nemo_flashrl.doctor.before_run import (
+    LENGTH,
+    as_table,
+    findings,
+    group_findings,
+    group_table,
+    outliers,
+    reward_terms,
+    shown_texts,
+    summarize,
+)
 from nemo_flashrl.run.jsonl import append_json_line, append_json_lines
 
 
@@ -97,14 +106,40 @@ def test_groups_that_say_the_same_are_told() -> None:
     assert "harder tasks" in group_findings(group(1, [one, other] * 2, [1.0] * 4))[-1]
 
 
+def test_the_first_rollouts_are_shown_as_texts() -> None:
+    """Tokens are letters here; of each rollout those that the policy sampled stand in brackets."""
+
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(chr(ord("a") + number) for number in ids)
+
+    mask = np.array([False, True, True, False])
+    said = replace(
+        random_trajectories(1, 131)[0],
+        token_ids=np.arange(4), action_mask=mask, behavior_logprobs=np.zeros(4), versions=np.zeros(4, int),
+        prompt_index=4, reward=0.5, failed=True, turns=1, end_reason="turn_limit",
+    )  # fmt: skip
+    assert shown_texts([said, replace(said, failed=False)], Letters()).split("\n\n") == [
+        "--- 1: prompt 4, reward 0.5, not solved, 2 tokens sampled in 1 turns, end: turn_limit\na [bc] d",
+        "--- 2: prompt 4, reward 0.5, solved, 2 tokens sampled in 1 turns, end: turn_limit\na [bc] d",
+    ]
+
+
 def test_the_commands_sample_with_the_real_policy(warm_start, tmp_path, capsys) -> None:
     base = ["rehearsal", f"model.path={warm_start}", "environment.settings.num_tasks=100"]
     assert main(["doctor", "rewards", *base, "--samples", "40"]) in (0, 1)
     text = capsys.readouterr().out
     assert "40 samples of the starting policy" in text and "\nreward " in text and LENGTH in text
-    assert main(["doctor", "groups", *base, "algorithm=grpo", "--prompts", "5"]) in (0, 1)
+    assert main(["doctor", "groups", *base, "algorithm=grpo", "--prompts", "5", "--show", "20"]) in (0, 1)
     text = capsys.readouterr().out
     assert text.startswith("8 rollouts of 5 prompts at temperature 1\n") and "of 8" in text
+    assert [line.split(":")[0] for line in text.splitlines() if line[:4] == "--- "] == [
+        f"--- {n}" for n in range(1, 21)
+    ]
+    assert "--- 9: prompt 1, reward " in text and " [get ( k " in text
+    few = [*base, "environment.settings.num_tasks=3", "--samples", "10"]  # over more than three epochs
+    assert main(["doctor", "rewards", *few]) in (0, 1)
+    assert "10 samples of the starting policy" in capsys.readouterr().out
     cold = main(["doctor", "groups", *base, "rollout.temperature=0.01", "--prompts", "5", "--samples", "4"])
     assert cold == 1 and "rollouts are unique (under 60%)" in capsys.readouterr().out
 

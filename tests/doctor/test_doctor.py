@@ -27,7 +27,12 @@ RECORDED = {  # rule -> the run in which it has to fire
     "kl_runs_away": "kl_grows",
     "reference_too_far": "average_lags",
     "reward_hacking": "reward_pays_for_calls",
-    "loss_without_progress": "noise_for_a_reward",
+    "no_progress": "noise_for_a_reward",
+    "low_action_share": "noise_for_a_reward",
+    "reward_cliff": "policy_collapses",
+    "reward_decline": "forgets_slowly",
+    "overfits": "shortcut_in_training_tasks",
+    "length_grows": "shaping_pays_for_calls",
     "few_unique_samples": "cold_groups",
     "tied_groups": "groups_never_rewarded",
     "equal_rewards": "one_turn",
@@ -151,3 +156,131 @@ def test_the_command(tmp_path: Path, capsys) -> None:
 
 def test_a_run_of_one_step_and_of_unknown_numbers_is_no_error(tmp_path: Path) -> None:
     assert fired(RunRecord(tmp_path, [{"step": 1, "mine": "text", "loss": 0.5}], {})) == {}
+
+
+def written(columns: dict, **settings: dict) -> RunRecord:
+    """A run of these columns, one number a step."""
+    steps = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return RunRecord(Path("written"), [{"step": n, **step} for n, step in enumerate(steps, 1)], settings)
+
+
+def noisy(values: list[float], noise: float = 0.02) -> list[float]:
+    """Alternately above and below, so that the mean over an even number of steps stays."""
+    return [value + noise * (-1) ** n for n, value in enumerate(values)]
+
+
+CLIFF = [0.7] * 60 + [0.7 - 0.065 * n for n in range(1, 11)] + [0.05] * 30
+
+
+def test_a_collapse_is_a_cliff() -> None:
+    """Success .7 to .05 in ten steps while repetition rises from .05 to .9."""
+    repeated = [0.05] * 60 + [0.05 + 0.085 * n for n in range(1, 11)] + [0.9] * 30
+    run = written({"success": CLIFF, "reward_mean": CLIFF, "repeated_token_share": repeated})
+    assert list(fired(run)) == ["reward_cliff"]
+    # The middle half, .5375 to .2125, as means over five steps: centres 62 (.57) to 68 (.18).
+    assert fired(run)["reward_cliff"] == (
+        "success fell from 0.7 to 0.05, most of it in steps 62-68; since the first steps repeated_token_share from "
+        "0.05 to 0.9"
+    )
+    assert list(fired(written({"reward_mean": [-v for v in CLIFF]}))) == []  # a rise
+    cost = written({"reward_mean": [10 * v - 8 for v in CLIFF], "reward_std": [1.0] * 100})
+    assert fired(cost)["reward_cliff"].startswith("reward_mean fell from -1 to -7.5, most of it in steps 62-68")
+
+
+def test_what_comes_back_or_is_noise_is_no_fall() -> None:
+    dip = [0.7] * 40 + [0.2] * 10 + [0.7] * 50
+    assert fired(written({"success": noisy(dip), "reward_mean": noisy(dip)})) == {}
+    loud = noisy([0.5] * 50 + [0.35] * 20, 0.3)  # four standard errors are 4 x 0.43 x sqrt(2 / 10) = 0.77
+    assert fired(written({"success": loud})) == {}
+
+
+def test_a_slow_fall_is_a_decline() -> None:
+    success = noisy([0.8 - 0.004 * n for n in range(100)])
+    evidence = fired(written({"success": success, "reward_mean": success}))
+    assert list(evidence) == ["reward_decline"]
+    # Means over ten steps: 0.8 - 0.004 x 4.5 at best, 0.8 - 0.004 x 94.5 at last; its middle half is 0.692 to 0.512.
+    assert evidence["reward_decline"] == "success fell from 0.782 to 0.422, half of it in steps 28-74"
+    small = noisy([0.8 - 0.0004 * n for n in range(100)])  # 3.6 points
+    assert fired(written({"success": small})) == {}
+
+
+@pytest.mark.parametrize("success", [0.02, 0.4])
+@pytest.mark.parametrize("share", [0.04, 0.4])
+def test_no_progress_at_any_success_and_action_share(success: float, share: float) -> None:
+    flat = noisy([success] * 200)
+    columns = {"success": flat, "reward_mean": flat, "reward_std": [0.3] * 200, "action_token_share": [share] * 200}
+    evidence = fired(written(columns))
+    assert list(evidence) == ["no_progress", "low_action_share"][: 2 if share < 0.05 else 1]
+    assert evidence["no_progress"] == (
+        f"success {success:g} in the first and {success:g} in the last third of 200 steps, "
+        f"reward_mean {success:g} and {success:g}, action_token_share {share:g}"
+    )
+    (change,) = (f.change for f in examine(written(columns)) if f.rule.name == "no_progress")
+    assert change.index("diversity") < change.index("KL") < change.index("reward")
+    short = {name: values[:40] for name, values in columns.items()}
+    assert "no_progress" not in fired(written(short))
+    rising = noisy([success + 0.0005 * n for n in range(200)])
+    assert "no_progress" not in fired(written({**columns, "success": rising}))
+    assert "no_progress" not in fired(written({**columns, "reward_mean": rising}))  # the reward has other terms
+
+
+def held_out(values: list[float], training: list[float], **evaluation: float) -> RunRecord:
+    """A value every ten steps."""
+    known = [values[n // 10] if n % 10 == 9 else None for n in range(len(training))]
+    return written({"success": training, "evaluation_success": known}, evaluation=evaluation)
+
+
+def test_held_out_success_that_falls_while_training_rises() -> None:
+    rising = [0.3 + 0.01 * n for n in range(60)]
+    run = held_out([0.3, 0.5, 0.6, 0.6, 0.4, 0.3], rising, tasks=64, samples=1)
+    assert fired(run) == {
+        # Means of two evaluations: 0.6 after step 40, 0.35 at last. Training, over ten steps: to 10, to 40, to 60.
+        "overfits": "evaluation_success fell from 0.6 (step 40) to 0.35 (step 60) while success went from 0.345 over "
+        "0.645 to 0.845"
+    }
+    # Two standard errors of the difference at 0.55 and 128 episodes each are 2 sqrt(2 x 0.55 x 0.45 / 128) = 0.124.
+    assert fired(held_out([0.3, 0.5, 0.6, 0.6, 0.5, 0.5], rising, tasks=64, samples=1)) == {}
+    assert list(fired(held_out([0.3, 0.5, 0.6, 0.6, 0.5, 0.5], rising, tasks=64, samples=8))) == ["overfits"]
+    assert fired(held_out([0.3, 0.5, 0.6, 0.6, 0.6, 0.6], rising)) == {}
+    falling = noisy([0.9 - 0.01 * n for n in range(60)])  # training falls with it: that is another rule
+    assert list(fired(held_out([0.9, 0.8, 0.7, 0.6, 0.5, 0.4], falling))) == ["reward_decline"]
+
+
+def test_length_that_grows_for_nothing() -> None:
+    length = [400 + 22 * n for n in range(51)]
+    run = written({"response_tokens": length, "success": [0.40 + 0.0002 * n for n in range(51)]})
+    # Means of the first five and of the last ten steps: 400 + 22 x 2, 400 + 22 x 45.5.
+    assert fired(run) == {"length_grows": "response_tokens from 444 to 1401 (3.2 times) with success from 0.40 to 0.41"}
+    assert fired(written({"response_tokens": length, "success": [0.4 + 0.004 * n for n in range(51)]})) == {}
+    paid = {"reward_mean": [0.02 * n for n in range(51)], "reward_std": [0.3] * 51, "success": [0.4] * 51}
+    assert list(fired(written({"response_tokens": length, "turns": length, **paid}))) == ["reward_hacking"]
+
+
+def change_of(name: str, run: RunRecord) -> str:
+    return {finding.rule.name: finding.change for finding in examine(run)}[name]
+
+
+def test_advice_has_an_effect_in_the_runs_own_mode() -> None:
+    waits = {"rollout_seconds": [9.0] * 10, "step_seconds": [10.0] * 10}
+    assert change_of("trainer_waits", written(waits, rollout={"mode": "sync"})).startswith("rollout=streaming")
+    streaming = change_of("trainer_waits", written(waits, rollout={"mode": "in_flight"}))
+    assert "rollout=streaming" not in streaming and "rollout.max_in_flight above rollout.batch_size" in streaming
+    padded = {"padding_share": [0.2] * 10}
+    assert change_of("padding", written(padded, batching={"layout": "padded"})).startswith("batching.layout=packed")
+    assert "batching.layout" not in change_of("padding", written(padded, batching={"layout": "packed"}))
+
+
+def test_streaming_is_what_a_waiting_trainer_needs() -> None:
+    """The same slow environment, recorded in mode sync and streaming."""
+    assert change_of("trainer_waits", recorded("slow_environment")).startswith("rollout=streaming")
+    assert "trainer_waits" not in fired(recorded("slow_environment_streaming"))
+
+
+def test_the_first_thing_to_change_at_a_nan_is_the_advantages() -> None:
+    run = written({"loss": [0.5] * 9 + [None]})
+    (finding,) = examine(run)
+    assert finding.rule.name == "not_finite"
+    assert finding.rule.causes[0].startswith("advantages that are neither normalised nor clipped")
+    order = ["algorithm.settings.normalise=true", "advantage.clip=3", "optimizer.learning_rate", "model.precision"]
+    places = [finding.change.index(setting) for setting in order]
+    assert places == sorted(places)

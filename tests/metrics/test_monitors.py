@@ -9,22 +9,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from processes import run_ranks
 from tiny import random_trajectories
 
+from nemo_flashrl.algorithms.advantages import group_advantages
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
-from nemo_flashrl.config import load
+from nemo_flashrl.config import load, settings_of
 from nemo_flashrl.environments.key_value_store import KeyValueStore
 from nemo_flashrl.metrics.monitors import RULES, Monitors
 from nemo_flashrl.metrics.step import group_metrics, trajectory_metrics
 from nemo_flashrl.metrics.table import from_machine
-from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table, report_conflicts, settings_without_effect
+from nemo_flashrl.preflight.conflicts import (
+    beyond_bounds,
+    changed_settings,
+    conflict_table,
+    report_conflicts,
+    settings_without_effect,
+)
 from nemo_flashrl.rollout.from_config import prompt_source
 from nemo_flashrl.run.folder import EXIT_MONITOR
 from nemo_flashrl.run.jsonl import read_json_lines
 
-CALM = {"group_advantage_std": 1.0, "loss": -0.5, "response_tokens": 20.0}
+CALM = {"group_advantage_std": 1.0, "loss": -0.5, "response_tokens": 20.0, "success": 0.5, "reward_mean": 2.0}
+OVER_TEN_STEPS = ("length_trend", "success_drop", "reward_drop")  # of these a mean is what is limited
 
 
 def feed(monitors: Monitors, *steps: dict) -> list[dict]:
@@ -46,6 +55,17 @@ def test_jumps_and_spikes_are_multiples_of_the_median_before() -> None:
     assert math.isinf(seen[-1]["loss_spike"])  # what is no number is beyond every limit
 
 
+def test_a_drop_is_measured_from_the_best_ten_steps() -> None:
+    seen = feed(Monitors({}), *({"success": s, "reward_mean": 10 * s} for s in [0.2] * 5 + [0.8] * 10 + [0.3] * 4))
+    drops = [step.get("success_drop") for step in seen]
+    assert drops[:9] == [None] * 9
+    assert drops[9:15] == pytest.approx([0.0] * 6)  # it rises
+    assert drops[15:] == pytest.approx([0.05, 0.1, 0.15, 0.2])  # (0.8 - 0.3) / 10 a step
+    assert seen[-1]["reward_drop"] == pytest.approx(2.0)
+    unknown = feed(Monitors({}), *[{"success": 0.8}] * 10, {"success": None}, {"success": 0.3})
+    assert [step.get("success_drop") for step in unknown[9:]] == pytest.approx([0.0, 0.0, 0.05])
+
+
 BAD = {
     "advantage_jump": (2.0, {**CALM, "group_advantage_std": 3.0}, {**CALM, "group_advantage_std": 1.9}),
     "unique_samples": (0.6, {**CALM, "unique_sample_share": 0.5}, {**CALM, "unique_sample_share": 0.7}),
@@ -55,16 +75,18 @@ BAD = {
     "length_trend": (1.2, {**CALM, "response_tokens": 100.0}, {**CALM, "response_tokens": 21.0}),
     "repeated_tokens": (0.3, {**CALM, "repeated_token_share": 0.4}, {**CALM, "repeated_token_share": 0.2}),
     "loss_spike": (4.0, {**CALM, "loss": 3.0}, {**CALM, "loss": 1.0}),
+    "success_drop": (0.04, {**CALM, "success": 0.0}, CALM),  # 0.5 / 10 a step
+    "reward_drop": (0.4, {**CALM, "reward_mean": -3.0}, CALM),
 }
 
 
 @pytest.mark.parametrize("field", [rule.field for rule in RULES])
 def test_a_limit_stops_after_as_many_steps_in_a_row(field: str) -> None:
     limit, bad, good = BAD[field]
-    steps = 12 if field == "length_trend" else 6  # a trend of ten steps is told from the eleventh on
+    steps = 12 if field in OVER_TEN_STEPS else 6  # a trend of ten steps is told from the eleventh on
     calm = [good if field not in ("advantage_jump", "length_trend", "loss_spike") else CALM] * steps
     monitors = Monitors({"patience": 2, field: limit})
-    feed(monitors, *calm, bad, *[good, bad] * (field != "length_trend"))  # a mean over ten steps carries it on
+    feed(monitors, *calm, bad, *[good, bad] * (field not in OVER_TEN_STEPS))  # a mean over ten steps carries it on
     assert monitors.reason == ""  # never two in a row
     monitors = Monitors({"patience": 2, field: limit})
     feed(monitors, *calm, bad, bad)
@@ -184,6 +206,65 @@ def test_techniques_of_different_rooms_are_no_conflict() -> None:
         "length_penalty.coefficient=0.1", "length_penalty.limit=4", "trainer.strict=true",
     )  # fmt: skip
     report_conflicts(config, Grpo(GrpoSettings(normalisation="quantile")), shown=True)
+
+
+BEYOND = {  # overrides -> how the line begins
+    "reference.mode=ema kl.coefficient=0.05": "kl.coefficient=0.05: from 0.05 on it locks the policy",
+    "reference.mode=ema kl.coefficient=0.001": "kl.coefficient=0.001: at 0.001 or less it holds nothing",
+    "algorithm=grpo algorithm.settings.group_size=4": "algorithm.settings.group_size=4: advantages of so few rollouts",
+    "algorithm=grpo algorithm.settings.group_size=32": "algorithm.settings.group_size=32: a batch holds 2 prompts",
+    "algorithm=grpo reference.mode=ema kl.coefficient=0.1 kl.place=reward": "kl.place=reward with normalisation",
+    "algorithm=grpo algorithm.settings.normalisation=quantile environment.name=reasoning_gym": (
+        "normalisation=quantile with environment.name=reasoning_gym: only ranks count"
+    ),
+    "selection.tokens=code": "selection.tokens=code with environment.name=key_value_store: its prompts ask for no ```",
+}
+WITHIN = [
+    "reference.mode=ema kl.coefficient=0.049",
+    "reference.mode=ema kl.coefficient=0.0011",
+    "reference.mode=ema kl.coefficient=0.05 kl.place=reward",  # of a trajectory's mean KL
+    "algorithm=grpo algorithm.settings.group_size=4 reference.mode=ema kl.coefficient=0.01",
+    "algorithm=grpo algorithm.settings.group_size=5",
+    "algorithm=grpo algorithm.settings.group_size=16",
+    "algorithm=grpo algorithm.settings.normalisation=none reference.mode=ema kl.coefficient=0.1 kl.place=reward",
+    "algorithm=grpo algorithm.settings.normalisation=quantile",  # rewards 0 and 1
+    "selection.tokens=code environment.name=mine.Fenced",
+]
+
+
+def bounds_of(overrides: str) -> list[str]:
+    config = config_of(*overrides.split(" "))
+    plugin = Grpo if config.algorithm.name == "grpo" else FlashReinforce
+    return beyond_bounds(config, plugin(settings_of(plugin, config.algorithm.settings, "algorithm")))
+
+
+@pytest.mark.parametrize("overrides", BEYOND)
+def test_a_setting_beyond_its_bound_is_told(overrides: str) -> None:
+    (line,) = bounds_of(overrides)
+    assert line.startswith(BEYOND[overrides])
+
+
+@pytest.mark.parametrize("overrides", WITHIN)
+def test_a_setting_within_its_bounds_is_not(overrides: str) -> None:
+    assert bounds_of(overrides) == []
+
+
+def test_a_bound_is_printed_and_stops_nothing(capsys) -> None:
+    config = config_of("reference.mode=ema", "kl.coefficient=0.05", "trainer.strict=true")
+    report_conflicts(config, FlashReinforce(), shown=False)
+    assert capsys.readouterr().err == ""
+    report_conflicts(config, FlashReinforce(), shown=True)
+    assert capsys.readouterr().err.startswith("warning: kl.coefficient=0.05: from 0.05 on it locks the policy")
+
+
+def test_a_small_score_among_zeros_by_normalisation() -> None:
+    """Why quantile is warned of: q - 1/2 = 0.375 is 2 q - 1 = 0.75 here, whatever the score."""
+    groups = torch.zeros(4, dtype=torch.int64)
+    for score in (0.1, 1.0):
+        rewards = torch.tensor([0.0, 0.0, 0.0, score])
+        assert group_advantages(rewards, groups, normalisation="quantile")[3].item() == 2 * 0.375
+        assert group_advantages(rewards, groups, normalisation="none")[3].item() == pytest.approx(0.75 * score)
+        assert group_advantages(rewards, groups)[3].item() == pytest.approx(1.5, rel=1e-4)  # 3 / sqrt(4)
 
 
 def test_a_reached_limit_ends_the_run_with_a_checkpoint(warm_start, tmp_path) -> None:

@@ -29,7 +29,7 @@ SCENARIOS: dict[str, tuple[int, str, list[str]]] = {  # name -> processes, fault
     "noise_for_a_reward": (
         1,
         "",
-        ["environment.name=workers.faulty.TalksMuch", "rollout.max_turns=1", "trainer.seed=2"],
+        ["environment.name=workers.faulty.TalksMuch", "rollout.max_turns=1", "trainer.seed=2", "trainer.steps=60"],
     ),
     "never_rewarded": (1, "", ["environment.name=workers.faulty.NeverPays"]),
     "groups_never_rewarded": (1, "", ["algorithm=grpo", "environment.name=workers.faulty.NeverPays"]),
@@ -48,6 +48,11 @@ SCENARIOS: dict[str, tuple[int, str, list[str]]] = {  # name -> processes, fault
     "environment_fails": (1, "", ["environment.name=workers.faulty.OftenFails"]),
     "one_turn": (1, "", ["rollout.max_turns=1"]),
     "slow_environment": (1, "", ["environment.name=workers.faulty.IsSlow"]),
+    "slow_environment_streaming": (
+        1,
+        "",
+        ["environment.name=workers.faulty.IsSlow", "rollout.mode=in_flight", "rollout.max_staleness=4"],
+    ),
     "slow_refit": (1, "slow_refit", []),
     "too_old": (1, "", ["rollout.mode=async", "rollout.max_in_flight=64", "rollout.max_staleness=1"]),
     "trainer_is_slow": (1, "slow_training", ["rollout.mode=async", "rollout.max_in_flight=32"]),
@@ -56,6 +61,35 @@ SCENARIOS: dict[str, tuple[int, str, list[str]]] = {  # name -> processes, fault
         1,
         "",
         ["environment.name=workers.faulty.PaysForOnes", "trainer.steps=60", *FULL],
+    ),
+    "shaping_pays_for_calls": (
+        1,
+        "",
+        [
+            *("environment.name=workers.faulty.ShapesByCalls", "advantage.shaping={calls: 0.5}"),
+            *("trainer.steps=40", *FULL),
+        ],
+    ),
+    "shortcut_in_training_tasks": (
+        1,
+        "",
+        [
+            *("environment.name=workers.faulty.HasAShortcut", "evaluation.settings={seed: 1}"),
+            *("evaluation.every_steps=5", "trainer.steps=40", *FULL),
+        ],
+    ),
+    "forgets_slowly": (
+        1,
+        "",
+        ["optimizer.weight_decay=10", "trainer.steps=120", *FULL],
+    ),
+    "policy_collapses": (
+        1,
+        "",
+        [
+            *("rollout.lag=4", "optimizer.learning_rate=4e-3", "algorithm.settings.delta=inf"),
+            *("trainer.steps=24", *FULL),
+        ],
     ),
     "short_for_two_ranks": (2, "", ["parallel.context=2", "rollout.max_turns=2"]),  # 21 tokens are padded to 24
 }

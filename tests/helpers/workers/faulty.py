@@ -49,6 +49,24 @@ class NeverPays(KeyValueStore):
         return dataclasses.replace(await super().step(action), reward=0.0, success=False)
 
 
+class ShapesByCalls(KeyValueStore):
+    """A shaping term that counts calls of the tool; the reward knows nothing of it."""
+
+    async def step(self, action: str) -> StepResult:
+        result = await super().step(action)
+        return dataclasses.replace(result, shaping={"calls": float(action.startswith("get ( k"))})
+
+
+class HasAShortcut(KeyValueStore):
+    """On training tasks, seed 0, any answer with a 1 in it counts as solved; on held-out ones the right one alone."""
+
+    async def step(self, action: str) -> StepResult:
+        result = await super().step(action)
+        if self._settings.seed == 0 and action.startswith("answer") and "1" in action:
+            return dataclasses.replace(result, reward=1.0, success=True)
+        return result
+
+
 class OftenFails(KeyValueStore):
     async def step(self, action: str) -> StepResult:
         if hash(self._task.key) % 3 == 0:
