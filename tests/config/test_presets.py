@@ -5,6 +5,8 @@ Each recipe is trained for two steps of the rehearsal's task too.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from paths import ROOT
 from processes import run_ranks
@@ -14,7 +16,6 @@ from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import RunConfig, load, settings_of
 from nemo_flashrl.preflight.conflicts import changed_settings, conflict_table, report_conflicts
-from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.run.jsonl import read_json_lines
 
 CONF = ROOT / "conf"
@@ -143,17 +144,14 @@ def test_help_shows_recipes_and_budgets(capsys: pytest.CaptureFixture[str]) -> N
         assert f"\n  {name} " in text, name
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_warm_start(tmp_path_factory.mktemp("presets") / "model")
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_trains(recipe: str, model: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains(recipe: str, warm_start: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     short = ["trainer.steps=2", "rollout.batch_size=16", "checkpoint.every_steps=0"]
     limit = ["length_penalty.limit=4"] if recipe == "orthogonal" else []  # a turn has five tokens here
-    run_ranks(1, "training", "rehearsal", f"output={run}", f"model.path={model}", f"recipe={recipe}", *short, *limit)
+    run_ranks(
+        1, "training", "rehearsal", f"output={run}", f"model.path={warm_start}", f"recipe={recipe}", *short, *limit
+    )
     first, last = read_json_lines(run / "metrics.jsonl")
     assert ("kl" in last) == (recipe != "paper")
     assert ("gate_acceptance" in last) == (recipe in ("paper", "long_agent"))
