@@ -353,7 +353,8 @@ def test_probe_sees_weights_that_are_not_the_trainers(pair: list[StandIn]) -> No
     over, other = engine(pair), weights(1.0, 1, off=0.01)
 
     async def story() -> None:
-        with pytest.raises(RuntimeError, match=r"other log-probs than the trainer.*0\.01 nats.*0\.001\. Look at: a tied"):
+        said = r"other log-probs than the trainer.*0\.01 nats.*0\.001\. Look at: a tied"
+        with pytest.raises(RuntimeError, match=said):
             await over.load_weights(other, 1)
         assert other.probe.largest is None
 
