@@ -142,6 +142,7 @@ def read_tokenizer(folder: str | Path) -> Any:
         ValueError: one line: it is not there, is a Git LFS pointer, or cannot be read.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
     where = f"model.path={str(folder)!r}"
     there = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
@@ -157,8 +158,14 @@ def read_tokenizer(folder: str | Path) -> Any:
         new_class = changed.pop("tokenizer_class", None)
         if changed:
             changed["extra_special_tokens"] = {}
-        loader = PreTrainedTokenizerFast if new_class else AutoTokenizer
-        return loader.from_pretrained(folder, local_files_only=True, **changed)
+        if not new_class:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, **changed)
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()  # it would say in three lines that the class has another name here
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, **changed)
+        finally:
+            logging.set_verbosity(level)
     except Exception as error:  # of tokenizers, sentencepiece or transformers, each of another type
         said = in_words(error).splitlines()[0]
         raise ValueError(f"{where} holds no loadable tokenizer ({said}): copy it again") from error
