@@ -83,7 +83,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return _look(options)
     found = False
     for folder in map(path, options.runs):
-        run = read_run(folder)
+        run = read_run(folder, may_be_empty=True)
         findings = examine(run)
         print(as_text(run, findings))
         found = found or bool(findings)

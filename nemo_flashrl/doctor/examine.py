@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nemo_flashrl.doctor.rule import Rule
 from nemo_flashrl.doctor.rules_learning import LEARNING_RULES
-from nemo_flashrl.doctor.rules_machine import MACHINE_RULES
+from nemo_flashrl.doctor.rules_machine import END_RULES, MACHINE_RULES
 from nemo_flashrl.doctor.rules_progress import PROGRESS_RULES
 from nemo_flashrl.doctor.rules_sampling import SAMPLING_RULES
 from nemo_flashrl.run.record import RunRecord
@@ -32,16 +32,17 @@ class Finding:
 
 
 def examine(run: RunRecord) -> list[Finding]:
-    """The rules that fire, in the order of `RULES`: what breaks a run comes before what slows it."""
-    return [Finding(rule, evidence, rule.change_for(run)) for rule in RULES if (evidence := rule.check(run))]
+    """The rules that fire: what ended the run, then in the order of `RULES`: what breaks it before what slows it."""
+    rules = (*END_RULES, *(RULES if run.steps else ()))
+    return [Finding(rule, evidence, rule.change_for(run)) for rule in rules if (evidence := rule.check(run))]
 
 
 def as_text(run: RunRecord, findings: list[Finding]) -> str:
     """What a person reads on a terminal."""
-    first, last = run.steps[0]["step"], run.steps[-1]["step"]
+    steps = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}" if run.steps else "no step is done"
     if not findings:
-        return f"{run.folder}: steps {first} to {last}, no rule fires ({len(RULES)} checked)"
-    lines = [f"{run.folder}: steps {first} to {last}, {len(findings)} finding(s)"]
+        return f"{run.folder}: {steps}, no rule fires ({len(RULES)} checked)"
+    lines = [f"{run.folder}: {steps}, {len(findings)} finding(s)"]
     for number, finding in enumerate(findings, 1):
         lines += ["", f"{number}. {finding.rule.title}", f"   evidence  {finding.evidence}"]
         label = "causes"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
 from nemo_flashrl.doctor.rule import Rule, last_steps, long_enough, recent, setting, steps_where
-from nemo_flashrl.run.record import RunRecord
+from nemo_flashrl.metrics.progress import END
+from nemo_flashrl.run.lock import in_use
+from nemo_flashrl.run.record import RunRecord, last_starts
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -169,5 +173,82 @@ MACHINE_RULES = (
         _slow_refit,
         ("weights sent over a slow network", "a very short training step"),
         "rollout servers on the trainer's network fabric; rollout.batch_size up, for fewer weight syncs",
+    ),
+)
+
+# What ended the last start of a run, from the logs of its ranks.
+DEVICE_MEMORY = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation")
+HOST_MEMORY = re.compile(r"\bMemoryError|Cannot allocate memory|can't allocate memory|std::bad_alloc")
+# Of a rank that ended because another one had, or because it was asked to.
+FOLLOWED = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|NCCL|DistBackendError|SystemExit|Preempted")
+STOPPED = re.compile(r"(Preempted|StoppedByMonitor|KeyboardInterrupt)\b")
+FRAME = re.compile(r'  File "(.*)", line (\d+), in ')
+
+
+def _ends(run: RunRecord) -> dict[int, str]:
+    """Rank -> what its log says at its end, "" where that is nothing; no ranks where the run is still at work."""
+    if in_use(run.folder):
+        return {}
+    ends = {}
+    for rank, lines in last_starts(run.folder).items():
+        said = [line.removeprefix(END) for line in lines if line.startswith(END)]
+        if said != ["done"]:
+            places = [FRAME.match(line) for line in lines]
+            place = next((f" ({found[1]}:{found[2]})" for found in reversed(places) if found), "")
+            ends[rank] = f"{said[0]}{place}" if said else ""
+    return ends
+
+
+def _matching(run: RunRecord, words: re.Pattern[str]) -> str:
+    found = ((rank, end) for rank, end in _ends(run).items() if words.search(end))
+    return next((f"rank {rank}: {end}" for rank, end in found), "")
+
+
+def _killed(run: RunRecord) -> str:
+    ends = _ends(run)
+    silent = [str(rank) for rank, end in ends.items() if not end]
+    if not silent or any(end and not FOLLOWED.search(end) for end in ends.values()):
+        return ""
+    return f"the log of rank {', '.join(silent)} breaks off: the process was killed, without a word of its own"
+
+
+def _failed(run: RunRecord) -> str:
+    ends = {rank: end for rank, end in _ends(run).items() if end and not STOPPED.match(end)}
+    if any(words.search(end) for words in (DEVICE_MEMORY, HOST_MEMORY) for end in ends.values()) or _killed(run):
+        return ""
+    rank, end = min(ends.items(), key=lambda item: bool(FOLLOWED.search(item[1])), default=(0, ""))
+    return f"rank {rank}: {end}" if end else ""
+
+
+END_RULES = (
+    Rule(
+        "device_out_of_memory",
+        "The run ended: out of memory on the GPU",
+        lambda run: _matching(run, DEVICE_MEMORY),
+        ("a microbatch of more tokens than fit", "weights, gradients and optimizer state leave no room"),
+        "batching.max_tokens_per_microbatch lower, model.recompute=full; parallel.tensor or parallel.pipeline up; "
+        "`flashrl plan CONFIG` tells what fits",
+    ),
+    Rule(
+        "host_out_of_memory",
+        "The run ended: out of memory on the host",
+        lambda run: _matching(run, HOST_MEMORY),
+        ("more processes on a node than its memory holds", "a reference policy, which lives in host memory"),
+        "more memory for the job; reference.mode=none; rollout.max_in_flight and rollout.batch_size lower",
+    ),
+    Rule(
+        "killed",
+        "The run ended: killed (SIGKILL: exit code 137, or -9 under torchrun)",
+        _killed,
+        ("the kernel's out-of-memory killer (`dmesg | grep -i 'killed process'`)", "a job's memory or time limit"),
+        "out of memory: more memory for the job, reference.mode=none, rollout.max_in_flight lower; a time limit: rerun "
+        "the same command, with checkpoint.every_steps above 0",
+    ),
+    Rule(
+        "failed",
+        "The run ended with an error",
+        _failed,
+        ("what the error says; the traceback is in logs/ of the run's folder",),
+        "what the error names; then rerun the same command to resume",
     ),
 )

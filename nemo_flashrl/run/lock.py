@@ -50,6 +50,16 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
+def in_use(folder: Path) -> bool:
+    """Whether a run is at work there now; changes nothing."""
+    try:
+        with open(folder / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in TAKEN
+    return False
+
+
 def _take(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

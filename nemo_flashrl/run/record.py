@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from nemo_flashrl.config import read_plain
+from nemo_flashrl.metrics.progress import LOGS, START
 from nemo_flashrl.run.jsonl import read_metrics, written_whole
 
 VERSIONS, WANDB_ID = "versions.json", "wandb_run_id"
@@ -65,16 +66,22 @@ def _without(value: Any, names: set[str]) -> Any:
     return value
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path, *, may_be_empty: bool = False) -> RunRecord:
     """Read `folder`, or the `run` in it, as a rehearsal leaves one.
+
+    Args:
+        may_be_empty: take a run that ended in its first step too, which left logs and no metrics.
 
     Raises:
         ValueError: there is no `metrics.jsonl` with a step in it.
     """
-    inner = next((f for f in (folder, folder / "run") if (f / "metrics.jsonl").is_file()), None)
+    places = (folder, folder / "run")
+    inner = next((f for f in places if (f / "metrics.jsonl").is_file()), None)
     steps = read_metrics(inner / "metrics.jsonl") if inner else []
     if not steps:
-        raise ValueError(f"{str(folder)!r} holds no metrics.jsonl with a step in it: give the folder of a run")
+        inner = next((f for f in places if (f / LOGS).is_dir()), None)
+        if not (may_be_empty and inner):
+            raise ValueError(f"{str(folder)!r} holds no metrics.jsonl with a step in it: give the folder of a run")
     file = inner / "config.yaml"
     configuration = read_plain(file) if file.is_file() else {}
     return RunRecord(inner, steps, configuration)
@@ -115,3 +122,14 @@ def wandb_run_id(folder: Path, resumed: bool) -> str:
     """The id that the folder holds, for a resumed run; else a new one."""
     file = folder / WANDB_ID
     return file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
+
+
+def last_starts(folder: Path) -> dict[int, list[str]]:
+    """Rank -> the lines of its log from its last start on, without the line that says so."""
+    found = {}
+    for file in sorted((folder / LOGS).glob("rank-*.log")):
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        starts = [place for place, line in enumerate(lines) if line.startswith(START)]
+        if starts and file.stem[5:].isdecimal():
+            found[int(file.stem[5:])] = lines[starts[-1] + 1 :]
+    return found

@@ -18,7 +18,8 @@ from nemo_flashrl.cli import main
 from nemo_flashrl.doctor.examine import RULES, as_text, examine
 from nemo_flashrl.metrics.table import with_new_names
 from nemo_flashrl.run.jsonl import append_json_lines
-from nemo_flashrl.run.record import RunRecord
+from nemo_flashrl.run.lock import locked
+from nemo_flashrl.run.record import RunRecord, read_run
 
 RUNS = TESTS / "recordings"
 RECORDED = {  # rule -> the run in which it has to fire
@@ -284,3 +285,50 @@ def test_the_first_thing_to_change_at_a_nan_is_the_advantages() -> None:
     order = ["algorithm.settings.normalise=true", "advantage.clip=3", "optimizer.learning_rate", "model.precision"]
     places = [finding.change.index(setting) for setting in order]
     assert places == sorted(places)
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "/home/me/my_task.py", line 12, in step\n    boom()\n'
+ENDS = {  # rule -> what the logs of ranks 0 and 1 hold after their last start, and words of the evidence
+    "device_out_of_memory": (
+        f"{TRACEBACK}--- ended: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n",
+        "--- ended: Preempted: stopped by SIGTERM\n",
+        "rank 0: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB (/home/me/my_task.py:12)",
+    ),
+    "host_out_of_memory": (
+        "--- ended: RuntimeError: Connection closed by peer\n",
+        "--- ended: RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes\n",
+        "rank 1: RuntimeError: DefaultCPUAllocator",
+    ),
+    "killed": ("--- ended: RuntimeError: Connection closed by peer\n", "step 1\n", "the log of rank 1 breaks off"),
+    "failed": (
+        "--- ended: RuntimeError: Connection closed by peer\n",
+        f"{TRACEBACK}--- ended: KeyError: 'prompt'\n",
+        "rank 1: KeyError: 'prompt' (/home/me/my_task.py:12)",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", ENDS)
+def test_a_run_that_ended_in_its_first_step_says_what_ended_it(rule: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "logs").mkdir()
+    *ranks, evidence = ENDS[rule]
+    for rank, end in enumerate(ranks):
+        earlier = "--- started: a\n--- ended: OutOfMemoryError: of an earlier start\n"
+        (tmp_path / "logs" / f"rank-{rank}.log").write_text(f"{earlier}--- started: b\nchatter\n{end}")
+    (found,) = examine(read_run(tmp_path, may_be_empty=True))
+    assert found.rule.name == rule
+    assert found.evidence.startswith(evidence)
+    assert main(["doctor", str(tmp_path)]) == 1
+    page = capsys.readouterr().out
+    assert "no step is done, 1 finding(s)" in page
+    assert evidence in page and found.rule.change in page
+    with locked(tmp_path):  # a run is at work there: it has not ended
+        assert examine(read_run(tmp_path, may_be_empty=True)) == []
+
+
+def test_a_run_that_ended_well_has_no_end_to_tell(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("--- started: a\n--- ended: done\n")
+    assert examine(read_run(tmp_path, may_be_empty=True)) == []
+    with pytest.raises(ValueError, match="holds no metrics.jsonl"):
+        read_run(tmp_path)
