@@ -16,6 +16,7 @@ from paths import TESTS
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.doctor.examine import RULES, as_text, examine
+from nemo_flashrl.metrics.monitors import Monitors
 from nemo_flashrl.metrics.table import with_new_names
 from nemo_flashrl.run.jsonl import append_json_lines
 from nemo_flashrl.run.lock import locked
@@ -203,6 +204,19 @@ def test_a_slow_fall_is_a_decline() -> None:
     assert evidence["reward_decline"] == "success fell from 0.782 to 0.422, half of it in steps 28-74"
     small = noisy([0.8 - 0.0004 * n for n in range(100)])  # 3.6 points
     assert fired(written({"success": small})) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [("policy_collapses", True), ("forgets_slowly", True), ("healthy", False), ("healthy_grpo", False)],
+)
+def test_a_monitor_stops_a_recorded_fall(name: str, stops: bool) -> None:
+    limited, off = Monitors({"patience": 5, "success_drop": 0.15}), Monitors({"patience": 5, "success_drop": None})
+    for step in recorded(name).steps:
+        limited.see(step)
+        off.see(step)
+    assert off.reason == ""
+    assert ("success_drop=" in limited.reason and "is above monitors.success_drop=0.15" in limited.reason) == stops
 
 
 @pytest.mark.parametrize("success", [0.02, 0.4])
