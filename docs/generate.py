@@ -22,6 +22,7 @@ from omegaconf import MISSING, OmegaConf
 from nemo_flashrl import algorithms, environments
 from nemo_flashrl.config import conf_folder, schema
 from nemo_flashrl.doctor.examine import RULES
+from nemo_flashrl.doctor.rules_machine import END_RULES
 from nemo_flashrl.metrics.table import TABLE
 
 HERE = Path(__file__).parent
@@ -149,10 +150,10 @@ def troubleshooting() -> str:
         NOTE,
         "# Troubleshooting",
         "",
-        "`flashrl doctor RUN` looks for each of these in a run's metrics and gives the evidence: which metric, which",
-        "steps. Causes stand with the likeliest first.",
+        "`flashrl doctor RUN` looks for each of these in a run's logs and metrics and gives the evidence: which rank,",
+        "which metric, which steps. Causes stand with the likeliest first.",
     ]
-    for rule in RULES:
+    for rule in (*END_RULES, *RULES):
         lines += ["", f"## {rule.title}", "", f"Rule `{rule.name}`.", "", "Causes:", ""]
         lines += [f"{number}. {cause}" for number, cause in enumerate(rule.causes, 1)]
         lines += ["", f"Change: {rule.change}"]

@@ -149,6 +149,8 @@ def logged(output: Path, rank: int) -> Iterator[None]:
         for handler in _stream_handlers():
             if handler.stream in before:
                 handler.setStream(streams[before.index(handler.stream)])
+        if rank == 0:
+            print(f"what NeMo and Megatron say goes to {folder}/rank-*.log", file=before[1], flush=True)
         end = "done"
         try:
             yield
@@ -159,6 +161,9 @@ def logged(output: Path, rank: int) -> Iterator[None]:
         finally:
             for stream in streams:
                 stream.log = None
+            for handler in _stream_handlers():
+                if handler.stream in streams:
+                    handler.setStream(before[streams.index(handler.stream)])
             sys.stdout, sys.stderr = before
             with contextlib.suppress(OSError):
                 log.write(END + " ".join(end.split()) + "\n")

@@ -49,7 +49,13 @@ def fits(shape: ModelShape, layout: Layout, device: Device, tokens: int) -> bool
 
 
 def largest_context(shape: ModelShape, layout: Layout, device: Device, limit: int = 2**22) -> int:
-    """The longest trajectory, alone in its microbatch, in whole 1024 tokens; 0 where not even that fits."""
+    """The longest trajectory, alone in its microbatch: what the model's positions allow, or where less fits, that in
+    whole 1024 tokens; 0 where not even that fits.
+    """
+    if shape.positions is not None and shape.positions <= limit:
+        limit = shape.positions
+        if fits(shape, layout, device, limit):
+            return limit
     low, high = 0, limit // CONTEXT_STEP
     while low < high:
         middle = (low + high + 1) // 2

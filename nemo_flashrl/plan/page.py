@@ -28,6 +28,13 @@ def plan(options: argparse.Namespace) -> int:
     hf_config, given = _read(options.model, options.overrides)
     shape = model_shape(hf_config)
     asked = {key: value for key, value in vars(options).items() if value is not None}
+    if shape.positions is not None:
+        given = {"context": min(DEFAULTS["context"], shape.positions)} | given
+        if (context := asked.get("context", given["context"])) > shape.positions:
+            raise ValueError(
+                f"context={context}: the model's max_position_embeddings is {shape.positions}, and `flashrl train` "
+                "accepts no more"
+            )
     sizes = DEFAULTS | {"lora_targets": LAYERS[:2] if shape.experts else LAYERS} | given | asked
     if not 0 < options.action_share <= 1:
         raise ValueError(f"--action-share {options.action_share:g}: must be above 0, at most 1")
@@ -144,7 +151,8 @@ def _page(
         "",
         f"  {'fits' if fullest <= usable else 'DOES NOT FIT'}: the fullest rank holds {fullest:.1f} GiB of {usable:.1f}"
         f" usable ({device.memory_gib:.1f} less {1 - USABLE:.0%} for kernel workspaces and the allocator)",
-        f"  largest context, one trajectory per microbatch: {longest} tokens",
+        f"  largest context, one trajectory per microbatch: {longest} tokens"
+        + (" (the model's max_position_embeddings)" if longest == shape.positions else ""),
         f"  fewest GPUs for a context of {sizes['context']}: {_named(smallest)}",
         "",
         *_time_lines(shape, layout, device, sizes, action_share),

@@ -10,6 +10,11 @@ from nemo_flashrl.weights.model_shape import ModelShape
 
 UTILISATION = 0.4  # of the sheet's FLOP/s: Llama 3 (2024) reports 0.38 to 0.43 on H100
 DECODE_EFFICIENCY = 0.6  # of the memory's bandwidth, that a serving engine reaches with a full batch
+# What a decoding step takes however small the model is. Assumed, not measured: kernels follow each other in a recorded
+# graph, some microseconds each; between two steps the engine schedules, samples and hands out tokens in Python.
+KERNELS_PER_LAYER = 10
+KERNEL_SECONDS = 3e-6
+ENGINE_SECONDS = 5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,12 @@ def decode_tokens_per_second(
 ) -> tuple[float, int]:
     """(tokens/s of one GPU, episodes that its cache holds), sampling in bf16 with half of `context_tokens` cached.
 
-    Each decoding step reads all weights and the cache once, so the memory's bandwidth is the bound; the batch is what
-    fits beside the weights, 512 at most. Raises ValueError where the weights alone do not fit `tensor` GPUs.
+    Each decoding step reads all weights and the cache once and multiplies each episode's token with the active
+    weights: the slower of both bounds it. The fixed time of a step comes on top, most of it for a small model. The
+    batch is what fits beside the weights, 512 at most.
+
+    Raises:
+        ValueError: the weights alone do not fit `tensor` GPUs.
     """
     weights = 2 * shape.parameters
     memory = 0.9 * device.memory_gib * 2**30 * tensor
@@ -68,5 +77,9 @@ def decode_tokens_per_second(
     episodes = min(int((memory - weights) / cache), 512)
     if episodes < 1:
         raise ValueError(f"the weights ({weights / 2**30:.0f} GiB) do not fit {tensor} rollout GPU(s): take more")
-    seconds = (weights + episodes * cache) / (device.bandwidth_gb * 1e9 * tensor * DECODE_EFFICIENCY)
+    reading = (weights + episodes * cache) / (device.bandwidth_gb * 1e9 * tensor * DECODE_EFFICIENCY)
+    products = 2 * (shape.active_matrix_parameters + shape.hidden * shape.vocab) * episodes
+    computing = products / (device.bf16_tflops * 1e12 * tensor * UTILISATION)
+    fixed = ENGINE_SECONDS + shape.layers * KERNELS_PER_LAYER * KERNEL_SECONDS
+    seconds = max(reading, computing) + fixed
     return episodes / seconds / tensor, episodes

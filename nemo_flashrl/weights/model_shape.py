@@ -25,6 +25,7 @@ class ModelShape:
     qk_norm: bool
     experts: int = 0  # 0: one dense MLP
     experts_per_token: int = 1
+    positions: int | None = None  # max_position_embeddings, beyond which no run trains
 
     @property
     def query(self) -> int:
@@ -117,6 +118,7 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
             qk_norm=family in ("qwen3", "qwen3_moe"),
             experts=config[EXPERTS[family]] if family in EXPERTS else 0,
             experts_per_token=config.get("num_experts_per_tok", 1),
+            positions=config.get("max_position_embeddings"),
         )
     except KeyError as error:
         raise ValueError(f"the model's config.json has no {error}") from error

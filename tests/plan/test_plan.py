@@ -19,7 +19,7 @@ from nemo_flashrl.plan.devices import DEVICES
 from nemo_flashrl.plan.fitting import fits, largest_context, smallest_allocation, stages
 from nemo_flashrl.plan.memory import Layout, disk_use, stage_memory
 from nemo_flashrl.plan.page import disk_line
-from nemo_flashrl.plan.step_time import step_time
+from nemo_flashrl.plan.step_time import decode_tokens_per_second, key_value_cache, step_time
 from nemo_flashrl.preflight.admission import report_disk
 from nemo_flashrl.weights.model_shape import model_shape
 
@@ -102,6 +102,42 @@ def test_largest_context_is_the_edge() -> None:
     assert longest >= 65536
     assert fits(shape, layout, device, longest)
     assert not fits(shape, layout, device, longest + 1024)
+
+
+def test_largest_context_is_one_that_a_run_accepts(tmp_path: Path, capsys) -> None:
+    """Spread over eight GPUs the model would fit far more than its positions."""
+    device = DEVICES["H800"]
+    for positions in (32768, 1000):
+        shape = model_shape({**LLAMA_8B, "max_position_embeddings": positions})
+        assert largest_context(shape, Layout(tensor=8, recompute="full"), device) == positions
+    bounded = model_shape({**LLAMA_8B, "max_position_embeddings": 2**22})
+    free = model_shape({**LLAMA_8B, "max_position_embeddings": None})
+    layout = Layout(tensor=4, recompute="full")
+    assert largest_context(bounded, layout, device) == largest_context(free, layout, device) < 2**22
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 8192}))
+    assert main(["plan", str(tmp_path), "--tp", "8", "--recompute", "full"]) == 0
+    page = capsys.readouterr().out
+    assert "microbatches of 8192 tokens" in page  # the default of 32768 is none for this model
+    assert "largest context, one trajectory per microbatch: 8192 tokens (the model's max_position_embeddings)" in page
+    assert main(["plan", str(tmp_path), "--context", "8193"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("flashrl plan: context=8193: the model's max_position_embeddings is 8192")
+
+
+def test_a_small_model_decodes_no_faster_than_its_engine_steps() -> None:
+    """512 episodes in steps of 5 ms and 24 x 10 kernels of 3 us: the weights alone would be read in 0.5 ms."""
+    small = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
+    small |= {"num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 32000}
+    shape, device = model_shape(small), DEVICES["H100"]
+    speed, episodes = decode_tokens_per_second(shape, device, context_tokens=1024)
+    assert episodes == 512
+    reading = (2 * shape.parameters + 512 * key_value_cache(shape, 512)) / (3350e9 * 0.6)
+    computing = 2 * (shape.active_matrix_parameters + 1024 * 32000) * 512 / (989e12 * 0.4)
+    assert speed == pytest.approx(512 / (max(reading, computing) + 5e-3 + 720e-6))
+    assert speed < 512 / 5.72e-3
+    large, episodes = decode_tokens_per_second(model_shape(LLAMA_8B), device, context_tokens=32768)
+    bytes_read = 2 * 8_030_261_248 + episodes * key_value_cache(model_shape(LLAMA_8B), 16384)
+    assert large == pytest.approx(episodes / (bytes_read / (3350e9 * 0.6) + 5e-3 + 32 * 30e-6))  # bound by bandwidth
 
 
 def test_smallest_allocation() -> None:
