@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 RECENT_STEPS = 20  # that the ETA is estimated from
+FRAMEWORKS = ("nemo", "nemo_logger", "megatron", "lightning", "torch")  # whose notices are for the log
 LOGS = "logs"  # folder of a run: rank-N.log, every start after the one before
 START, END = "--- started: ", "--- ended: "
 PHASES = {"rollout_seconds": "rollouts", "train_seconds": "training", "refit_seconds": "weight sync"}
@@ -126,15 +127,26 @@ class _Sorted:
 
 
 def _is_shown(frame: Any, text: str) -> bool:
-    """By who writes: our modules, the user's, the interpreter; of loggers errors, of warnings those of our lines."""
+    """By who writes: our modules, the user's, the interpreter; of the frameworks' loggers errors alone."""
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("wandb."):  # it wraps streams
         frame = frame.f_back
-    module, file = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    module = frame.f_globals.get("__name__", "")
     if module.startswith("logging"):
-        return getattr(frame.f_locals.get("record"), "levelno", 0) >= logging.ERROR
+        record = frame.f_locals.get("record")
+        if record is None:
+            return False
+        return record.levelno >= logging.ERROR or not _is_framework(record.name, record.pathname)
     if module == "warnings":
-        return "nemo_flashrl" in text or "site-packages" not in text
-    return module.startswith("nemo_flashrl.") or "site-packages" not in file
+        return "nemo_flashrl" in text or not _is_framework("", text)
+    return not _is_framework(module, frame.f_code.co_filename)
+
+
+def _is_framework(module: str, file: str) -> bool:
+    """Installed packages, and in NVIDIA's images checkouts of NeMo and Megatron beside them."""
+    root = module.partition(".")[0]
+    if root == "nemo_flashrl":
+        return False
+    return root in FRAMEWORKS or "site-packages" in file or any(f"/{name}/" in file for name in FRAMEWORKS)
 
 
 @contextlib.contextmanager

@@ -148,7 +148,7 @@ def test_an_episode_with_the_tool() -> None:
         "Call the tool, or give the final answer in \\boxed{}.",
     ]
     assert (t.reward, t.turns, t.end_reason, t.failed) == (1.0, 4, "done", False)
-    assert t.info == {"tool_calls": 3, "outcome": "right"}
+    assert t.info == {"tool_calls": 3, "outcome": "right", "actions_truncated": 4}  # the engine stops at no token
     assert t.malformed  # "Hm." is neither a call nor an answer
     assert play("\\boxed{386}").info["outcome"] == "wrong"
     assert not play("\\boxed{386}").malformed

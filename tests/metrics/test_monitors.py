@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from paths import ROOT
 from processes import run_ranks
 from tiny import random_trajectories
 
@@ -188,7 +188,7 @@ def test_a_setting_that_is_read_is_not_told() -> None:
 
 def test_a_mixture_on_the_command_line_names_the_classes_of_the_tasks() -> None:
     """As docs/schedules.md has it; 1, 2 and 3 hops, the last drawn four times as often as the first."""
-    page = (Path(__file__).parents[1] / "docs/schedules.md").read_text()
+    page = (ROOT / "docs/schedules.md").read_text()
     words = next(line for line in page.splitlines() if "curriculum.mixture.1=" in line).split()
     config = config_of(*words[words.index("curriculum.mode=adaptive") :], "environment.settings.num_tasks=50")
     settings = KeyValueStore.Settings(num_tasks=50)

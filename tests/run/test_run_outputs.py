@@ -113,13 +113,15 @@ def test_what_others_say_goes_to_the_log_alone(tmp_path: Path, capsys) -> None:
     says = "import sys\n\ndef speak(text):\n    print(text, file=sys.stderr)\n"
     upstream = written_by("upstream", tmp_path / "site-packages", says)
     users = written_by("my_task", tmp_path, says)
-    logger = logging.getLogger("test_what_others_say")
-    logger.addHandler(logging.StreamHandler(sys.stderr))  # as one that was imported before has it
+    logger, users_logger = logging.getLogger("nemo_logger.test"), logging.getLogger("my_task")
+    for own in (logger, users_logger):
+        own.addHandler(logging.StreamHandler(sys.stderr))  # as one that was imported before has it
     with pytest.raises(KeyError), logged(tmp_path / "run", rank=3):
         upstream("chatter of a library")
         users("a print of the user's environment")
         logger.warning("chatter of a logger")
         logger.error("an error of a logger")
+        users_logger.warning("a warning of the user's environment")
         Progress(1, interval=0).step_done(
             {
                 **{"step": 1, "step_seconds": 1.0, "train_seconds": 1.0, "reward_mean": 0.0, "success": 0.0},
@@ -130,7 +132,12 @@ def test_what_others_say_goes_to_the_log_alone(tmp_path: Path, capsys) -> None:
     logger.warning("after the run")
     out, err = capsys.readouterr()
     assert out.startswith("step    1/1  reward 0.000")
-    assert err.splitlines() == ["a print of the user's environment", "an error of a logger", "after the run"]
+    assert err.splitlines() == [
+        "a print of the user's environment",
+        "an error of a logger",
+        "a warning of the user's environment",
+        "after the run",
+    ]
     log = (tmp_path / "run" / "logs" / "rank-3.log").read_text()
     for text in ("chatter of a library", "a print of the", "chatter of a logger", "an error of", "step    1/1"):
         assert text in log

@@ -11,7 +11,7 @@ from doubles import text_tokenizer
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
 from nemo_flashrl.build import build_data, build_model, build_reference, build_trainer
 from nemo_flashrl.config import load
-from nemo_flashrl.preflight.prepare import prepare as preflight
+from nemo_flashrl.preflight import prepare as preflight
 from nemo_flashrl.weights.hf_folder import load_hf_folder
 from nemo_flashrl.weights.shards import unwrap
 from workers.parity import Capture, Driver
