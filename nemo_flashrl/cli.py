@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused with one line on stderr."""
     options = _parser().parse_args(arguments)
     # torch 2.13 warns at import of a package that NVIDIA's own tools depend on; nobody here can act on it.
+    warnings.formatwarning = _warning
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
     try:
         code = options.run(options)
@@ -53,6 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         tell_torchrun(f"flashrl {options.command}: {type(error).__name__}: {error}")
         raise
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Ours are for users, who need no place in our code."""
+    if "nemo_flashrl" in filename:
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _parser() -> argparse.ArgumentParser:

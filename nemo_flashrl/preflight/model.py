@@ -14,7 +14,6 @@ from typing import Any
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.config.schema import LoraConfig
 from nemo_flashrl.data.context_parallel import length_multiple
-from nemo_flashrl.environments.guard import in_words
 from nemo_flashrl.rollout.from_config import end_tokens, stop_tokens
 from nemo_flashrl.weight_sync.hf_config import (
     context_limit,
@@ -167,7 +166,7 @@ def read_tokenizer(folder: str | Path) -> Any:
         finally:
             logging.set_verbosity(level)
     except Exception as error:  # of tokenizers, sentencepiece or transformers, each of another type
-        said = in_words(error).splitlines()[0]
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{where} holds no loadable tokenizer ({said}): copy it again") from error
 
 

@@ -110,7 +110,7 @@ def test_it_rehearses_an_experiment_in_an_empty_folder(
     said = "the job runs in this topology and completes every step (3 updates of 4 trajectories in 1 processes)"
     assert f"OK   {said}" in run.stdout
     assert "FAIL" not in run.stdout
-    assert "only the cluster can prove" in run.stdout
+    assert "can only be checked on the cluster" in run.stdout
     assert [file.name for file in (tmp_path / "empty").iterdir()] == ["out"]
     out = tmp_path / "empty" / "out"
     assert [step["step"] for step in read_metrics(out / "run" / "metrics.jsonl")] == [1, 2, 3]

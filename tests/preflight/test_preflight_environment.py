@@ -155,7 +155,7 @@ def test_a_task_that_cannot_be_read() -> None:
     torn = {"tasks": classmethod(lambda cls, settings: TornTasks(Sound.tasks(settings)))}
     check(**torn)
     where = r"evaluation.settings=\{'seed': 5\}: tasks\[9\]"
-    with pytest.raises(ValueError, match=rf"{where}: OSError: page 9 is torn \(.*/tests/doubles.py:113\)$"):
+    with pytest.raises(ValueError, match=rf"{where}: OSError: page 9 is torn \(.*/doubles.py:\d+\)$"):
         check("evaluation.every_steps=1", "evaluation.settings={seed: 5}", **torn)
 
 

@@ -489,7 +489,7 @@ def test_an_environment_cannot_spoil_our_counts() -> None:
 def test_faults_in_reset_and_close() -> None:
     t = play(ScriptedEngine(GET), ScriptedEnvironment([], prompt=RuntimeError("no server")))
     assert (t.end_reason, t.turns, len(t.token_ids), t.action_count) == ("environment_error", 0, 0, 0)
-    assert re.fullmatch(r"reset: RuntimeError: no server \(.*/tests/doubles.py:\d+\)", t.info["error"])
+    assert re.fullmatch(r"reset: RuntimeError: no server \(.*/doubles.py:\d+\)", t.info["error"])
     prompt = [{"role": ["user"], "content": "Q k 2 9 :"}]
     t = play(ScriptedEngine(GET), ScriptedEnvironment([DONE], prompt=prompt))
     assert t.info["error"].startswith("reset: TypeError: the prompt holds {'role': ['user'], 'content': 'Q k 2 9 :'}")
@@ -498,8 +498,8 @@ def test_faults_in_reset_and_close() -> None:
         raise OSError("busy")
 
     t = play(ScriptedEngine(GET), ScriptedEnvironment([DONE], on_close=fail))
-    place = f"{__file__}:{fail.__code__.co_firstlineno + 1}"
-    assert (t.end_reason, t.reward, t.info["close_error"]) == ("done", 1.0, f"close: OSError: busy ({place})")
+    assert (t.end_reason, t.reward) == ("done", 1.0)
+    assert re.fullmatch(r"close: OSError: busy \(.*/doubles.py:\d+\)", t.info["close_error"])
 
 
 def test_an_error_names_the_environments_own_line() -> None:
