@@ -1,6 +1,6 @@
 """From sorted lengths to microbatches, for the packed and the padded layout.
 
-The stages: the fewest bins (bin_packing, row_grouping) -> several ways to hand them to the ranks -> exchanges that even
+The stages: the fewest bins (packed.py, padded.py) -> several ways to hand them to the ranks -> exchanges that even
 the ranks out (balancing) -> the way whose costliest rank is cheapest.
 
 Shapes: n = trajectories, K = bins of all ranks together; rank r owns bins r * (K / ranks) to (r + 1) * (K / ranks) - 1.

@@ -8,6 +8,7 @@ run_to_hf       the newest complete checkpoint of a run, or the reference policy
 from __future__ import annotations
 
 import contextlib
+import gc
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ from nemo_flashrl.weights.hf_folder import copy_beside_weights, load_hf_folder, 
 from nemo_flashrl.weights.lora import LoraSettings, add_lora
 from nemo_flashrl.weights.shards import stream_hf_tensors
 
-REFERENCE_PREFIX = "reference."  # under which callbacks/ema_reference.py keeps its tensors in a run's checkpoint
+REFERENCE_PREFIX = "reference."  # under which callbacks/reference.py keeps its tensors in a run's checkpoint
 
 
 @contextlib.contextmanager
@@ -50,6 +51,7 @@ def alone() -> Iterator[None]:
     if torch.distributed.is_initialized():
         yield
         return
+    gc.collect()  # the groups of an earlier call are in cycles with its model, and each keeps threads until it is freed
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
     try:

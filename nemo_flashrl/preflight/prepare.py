@@ -1,6 +1,6 @@
 """Everything that can be refused before a model is built: plug-ins, prompts and settings of a configuration.
 
-The model and its layout are looked at in preflight_model, tasks and prompts in preflight_environment. Reads small files
+The model and its layout are looked at in model.py, tasks and prompts in environment.py. Reads small files
 only, imports no NeMo. Each refusal is a ValueError of one line: field, value, remedy.
 """
 

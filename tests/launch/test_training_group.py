@@ -58,8 +58,17 @@ def test_training_ends_with_the_command(number: int, tmp_path: Path) -> None:
 def test_workers_end_where_torchrun_is_killed(tmp_path: Path) -> None:
     """torchrun's own end of its workers never runs then: the kernel tells them."""
     model = write_model(tmp_path / "model")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["nemo_flashrl.cli", "train", "rehearsal", f"output={tmp_path / 'run'}", f"model.path={model}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "--log-dir",
+        tmp_path / "logs",
+        "-m",
+        "nemo_flashrl.cli",
+        "train",
+        "rehearsal",
+        f"output={tmp_path / 'run'}",
+        f"model.path={model}",
+    ]
     torchrun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     workers: list[int] = []
     try:

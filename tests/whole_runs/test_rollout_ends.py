@@ -71,7 +71,8 @@ def test_sigterm_while_an_environment_blocks_the_event_loop(warm_start: Path, tm
 
 def test_ctrl_c_while_the_trainer_waits_for_a_batch(warm_start: Path, tmp_path: Path) -> None:
     said = train(tmp_path, warm_start, strike=signal.SIGINT, exit_codes=(130,))
-    assert said.count("flashrl train: interrupted") == 1
+    assert said.count("flashrl train: stopped by Ctrl-C after step 1 of 6") == 1
+    assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
     assert "Traceback" not in said
     assert set(range(17, 25)) <= closed(tmp_path)
 

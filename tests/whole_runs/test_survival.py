@@ -101,13 +101,15 @@ def test_stopped_and_resumed_is_as_straight(warm_start: Path, tmp_path: Path, pr
     assert prompts(tmp_path / "halves") == [(1 + i // BATCH, i) for i in range(10 * BATCH)]
 
 
-def test_a_resumed_run_trains_with_the_settings_that_it_was_resumed_with(model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_trains_with_the_settings_that_it_was_resumed_with(warm_start: Path, tmp_path: Path) -> None:
     """A cosine of 2 steps made one of 4, two of which are done: (1 + cos(pi / 2)) / 2 = 1/2 of the new rate."""
     schedule = ("optimizer.schedule=cosine", "optimizer.warmup_steps=0", *REFERENCE)
-    first = settings(tmp_path / "run", model, 2, *schedule, "optimizer.learning_rate=1e-3")
+    first = settings(tmp_path / "run", warm_start, 2, *schedule, "optimizer.learning_rate=1e-3")
     run_ranks(1, "whole_run", tmp_path / "first.pt", *first)
     changed = ("optimizer.learning_rate=1e-5", "optimizer.weight_decay=0.1", "optimizer.beta1=0.8")
-    again = settings(tmp_path / "run", model, 4, *schedule, *changed, "optimizer.beta2=0.99", "checkpoint.resume=true")
+    again = settings(
+        tmp_path / "run", warm_start, 4, *schedule, *changed, "optimizer.beta2=0.99", "checkpoint.resume=true"
+    )
     run_ranks(1, "whole_run", tmp_path / "again.pt", *again)
     rates = [line["learning_rate"] for line in metrics(tmp_path / "run")]
     assert rates == pytest.approx([1e-3, 5e-4, 5e-6, 1e-5 * (1 - math.sqrt(0.5)) / 2])  # those that the steps used
