@@ -59,6 +59,7 @@ STAYS = {  # pattern of what is there until the session ends -> why
     "tmp*wandb-*": "wandb makes them when it is imported, and a fork that is ended does not remove them",
     "torchelastic_*": "torchrun's logs, where a test starts it as a user does",
     "????????-????-????-????-????????????": "vLLM's sockets",
+    "torchinductor_*": "torch's compiled code, of jobs that Slurm starts in an environment of their own",
     "vllm_dist_*": "torch's store of a vLLM server, which removes it when it is not killed",
 }
 
