@@ -1,4 +1,4 @@
-"""A batch of trajectories -> what `algorithms/credit.py` makes advantages of: lengths, shaping, what is left out."""
+"""A batch of trajectories -> what `advantages.py` makes advantages of: lengths, shaping, what is left out."""
 
 from __future__ import annotations
 

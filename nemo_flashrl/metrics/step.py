@@ -1,6 +1,6 @@
 """Sums of a step and its trajectories -> the numbers that `metrics.jsonl` holds.
 
-`metric_table.py` says what each name means and how it is reduced.
+`table.py` says what each name means and how it is reduced.
 """
 
 from __future__ import annotations

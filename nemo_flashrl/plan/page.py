@@ -157,7 +157,7 @@ def _page(
         "",
         *_time_lines(shape, layout, device, sizes, action_share),
         "",
-        "  formulas: nemo_flashrl/plan/memory.py and plan_time.py, each with its source",
+        "  formulas: nemo_flashrl/plan/memory.py and plan/step_time.py, each with its source",
     ]
     return lines
 

@@ -1,6 +1,6 @@
 """The tensors that a Hugging Face checkpoint has by its config.json, and whether those of a folder are these.
 
-Headers of files alone are read. Names are those of weights/mapping.py, sizes those of launch/plan_model.py.
+Headers of files alone are read. Names are those of weights/mapping.py, sizes those of weights/model_shape.py.
 """
 
 from __future__ import annotations
