@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import resource
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ def main(out: Path, *calls: tuple, file_bytes: int | None = None) -> None:
     if file_bytes is not None:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, before[1]))
-    answers = [answer(name, *arguments) for name, *arguments in calls]
+    # Each in a process of its own: a call's process groups keep threads for as long as its models are in cycles.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        answers = [pool.apply(answer, call) for call in calls]
     if file_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     out.write_text(json.dumps(answers))

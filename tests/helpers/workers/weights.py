@@ -72,7 +72,7 @@ def check(folder: Path, sizes: Sizes) -> dict[str, float | bool]:
     if sizes == Sizes(2, 2):
         drain = lambda: list(map(len, stream_hf_tensors(model, source["vocab_size"])))  # noqa: E731
         # The best of a few: a thread of the backend lets go of its own buffers when its turn comes.
-        peak = torch.tensor(min(allocator_peak(drain) for _ in range(5)))
+        peak = torch.tensor(min(allocator_peak(drain) for _ in range(20)))
         torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
         held = torch.tensor(max(p.numel() * 4 * (2 if p.ndim == 2 else 1) for p in model.parameters()))
         torch.distributed.all_reduce(held, op=torch.distributed.ReduceOp.MAX)
