@@ -6,7 +6,6 @@ load_weights -> a folder (weight_sync/folder.py) -> every server: pause, load, g
                  |  fault: the old weights stay; retried a few times
 
 From the optimizer step to a server with its weights:
-
     callbacks/weight_refit.py       WeightRefitCallback.sync_weights   every rank: a probe, a stream, until it is loaded
     weights/shards.py               stream_hf_tensors                  live shards -> Hugging Face names, one at a time
     rollout/driver.py               RolloutDriver.load_weights         into the event loop's thread
@@ -214,8 +213,9 @@ class RemoteEngine:
             failures = [result for result in await self._load_everywhere(weights) if result is not None]
             if len(failures) < len(servers):
                 return
-            if any(await asyncio.gather(*map(self._pool.examine, servers))):
-                break
+            lost = any(isinstance(failure, Fault) and failure.reason == "unreachable" for failure in failures)
+            if any(await asyncio.gather(*map(self._pool.examine, servers))) and not lost:
+                break  # it is up and takes them not; one that was just lost may still have answered
             await self._pool.take()
         said = f"no rollout server took the weights of version {weights.version}: {failures[0]}"
         raise NoServer(said) from failures[0]
