@@ -1,4 +1,9 @@
-"""When a run saves itself, what it keeps, and how it is asked to stop."""
+"""When a run saves itself, what it keeps, and how it is asked to stop.
+
+Beside weights, optimizer, scheduler and counters a checkpoint holds every rank's random generators, and the tensors of
+callbacks that offer `sharded_state_dict(model)` and `load_shadow(dict)`. Lightning's checkpoint dictionary carries
+them; Megatron writes what is sharded in parallel and reads it back at any parallel sizes.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +19,14 @@ import nemo.lightning as nl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint as LightningCheckpoint
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from nemo.lightning.io.pl import ckpt_to_weights_subdir
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_flashrl import platform
-from nemo_flashrl.callbacks.checkpoint_state import RunStateIO, add_to_checkpoint, take_from_checkpoint
 from nemo_flashrl.engines.factory import server_versions
 from nemo_flashrl.metrics.monitors import Monitors
 from nemo_flashrl.run.folder import (
@@ -31,6 +39,7 @@ from nemo_flashrl.run.folder import (
     record_files,
 )
 from nemo_flashrl.run.record import WANDB_ID, record_versions, versions
+from nemo_flashrl.weights.shards import unwrap
 
 
 class RunCheckpoint(nl.ModelCheckpoint):
@@ -216,3 +225,54 @@ def _reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None) or {}  # rank -> (error, traceback)
     first = next(iter(failures.values()), (error, None))[0]
     return f"{type(first).__name__}: {first}"
+
+
+def add_to_checkpoint(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Put what is described at the top of this file into what is about to be written; a collective over all ranks."""
+    data = type(trainer.datamodule).__qualname__
+    # The data module's state is known on rank 0 alone; what is not sharded has to be the same on all ranks.
+    checkpoint[data] = trainer.strategy.broadcast(checkpoint.get(data))
+    checkpoint["layout"] = _layout()
+    checkpoint["random_generators"] = _of_this_rank(platform.random_state())
+    checkpoint["sharded_callbacks"] = _sharded_callbacks(trainer)
+
+
+def take_from_checkpoint(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Hand callbacks what they saved; returns this rank's generators, None where the parallel sizes have changed."""
+    for key, tensors in checkpoint.get("sharded_callbacks", {}).items():
+        next(c for c in trainer.callbacks if c.state_key == key).load_shadow(tensors)
+    return checkpoint.get("random_generators")
+
+
+class RunStateIO(_WrappingCheckpointIO):
+    """NeMo's checkpoint IO, asking on load for what `add_to_checkpoint` has put beside NeMo's own."""
+
+    def __init__(self, checkpoint_io: Any, trainer: pl.Trainer) -> None:
+        super().__init__(checkpoint_io)
+        self.trainer = trainer
+
+    def load_checkpoint(self, path: Any, sharded_state_dict: Any = None, **options: Any) -> dict[str, Any]:
+        """As NeMo's; generators of other parallel sizes belong to no rank here and are left out."""
+        common = dist_checkpointing.load_common_state_dict(str(ckpt_to_weights_subdir(path, is_saving=False)))
+        sharded_state_dict["sharded_callbacks"] = _sharded_callbacks(self.trainer)
+        if common["layout"] == _layout():
+            sharded_state_dict["random_generators"] = _of_this_rank(None)
+        return self.checkpoint_io.load_checkpoint(path, sharded_state_dict=sharded_state_dict, **options)
+
+
+def _sharded_callbacks(trainer: pl.Trainer) -> dict[str, Any]:
+    model = unwrap(trainer.lightning_module)
+    return {c.state_key: c.sharded_state_dict(model) for c in trainer.callbacks if hasattr(c, "sharded_state_dict")}
+
+
+def _of_this_rank(state: Any) -> ShardedObject:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ShardedObject("random_generators", state, (world,), (rank,))
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "processes": torch.distributed.get_world_size(),
+    }

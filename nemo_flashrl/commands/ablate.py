@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_flashrl.commands.arguments import at_least, path
+from nemo_flashrl.commands import at_least, path
 
 
 def add_ablate(commands: argparse._SubParsersAction) -> None:

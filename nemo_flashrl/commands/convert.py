@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_flashrl.commands.arguments import path
+from nemo_flashrl.commands import path
 
 
 def add_convert(commands: argparse._SubParsersAction) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_flashrl.commands.arguments import at_least, path
+from nemo_flashrl.commands import at_least, path
 
 LOOKS = ("rewards", "groups")  # what `flashrl doctor` looks at before a run
 REWARD_SAMPLES = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from nemo_flashrl.commands.arguments import at_least
+from nemo_flashrl.commands import at_least
 from nemo_flashrl.plan.devices import DEVICES
 
 

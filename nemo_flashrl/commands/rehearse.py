@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nemo_flashrl.commands.arguments import at_least, path
+from nemo_flashrl.commands import at_least, path
 
 
 def add_rehearse(commands: argparse._SubParsersAction) -> None:

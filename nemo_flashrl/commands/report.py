@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nemo_flashrl.commands.arguments import file_to_write, path
+from nemo_flashrl.commands import file_to_write, path
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from nemo_flashrl import config
-from nemo_flashrl.commands.arguments import at_least
+from nemo_flashrl.commands import at_least
 from nemo_flashrl.rollout_server.serve import ServeOptions, serve
 
 

@@ -8,7 +8,7 @@ import pytest
 from paths import TESTS
 
 from nemo_flashrl import environments
-from nemo_flashrl.commands.arguments import path
+from nemo_flashrl.commands import path
 from nemo_flashrl.config import load, load_saved, quoted, read_plain, settings_of
 from nemo_flashrl.config.overrides import RENAMED
 from nemo_flashrl.run.record import read_run
