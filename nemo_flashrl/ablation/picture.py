@@ -1,15 +1,136 @@
-"""The comparison as one SVG: a line a variant, its seeds as dots, mean and interval, the baseline's mean dashed."""
+"""The comparison as Markdown tables, and as one SVG: a line a variant, its seeds as dots, mean and interval, the
+baseline's mean dashed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 from xml.sax.saxutils import escape
 
-from nemo_flashrl.ablation.comparison import BETTER, INCONCLUSIVE, WORSE, Comparison
+import numpy as np
+
+from nemo_flashrl.ablation.comparison import (
+    BETTER,
+    COSTS,
+    FEWEST_SEEDS,
+    INCONCLUSIVE,
+    WORSE,
+    Comparison,
+    Cost,
+    Indicators,
+    Interval,
+    t_interval,
+)
 
 PLOT, RIGHT, ROW, TOP, CHARACTER = 520, 40, 34, 56, 7  # pixels
+LABEL = 32  # characters of a variant in a table, so that a line fits 120 columns
 COLOURS = {BETTER: "#1a7f37", WORSE: "#b3261e", INCONCLUSIVE: "#5f6368", "": "#1f4e79"}
+
+
+def as_markdown(
+    rows: Sequence[Comparison],
+    costs: Mapping[str, Sequence[Cost]],
+    indicators: Mapping[str, Sequence[Indicators]],
+    *,
+    measure: str,
+    curve: str,
+    passes: str,
+    title: str,
+) -> str:
+    """The tables, and in words what the seeds support.
+
+    Args:
+        costs, indicators: of each variant, a seed each.
+        curve: whose convergence that is.
+        passes: heading of pass@k.
+    """
+    labels = _labels([row.variant for row in rows])
+    level = f"{1 - 0.05 / max(len(rows) - 1, 1):.1%}"
+    outcomes, spending, getting_there, output = [], [], [], []
+    for label, row in zip(labels, rows, strict=True):
+        spent, how = costs[row.variant], indicators[row.variant]
+        outcomes.append([label, str(row.seeds), _interval(row.own), _interval(row.difference), row.verdict])
+        sums = [_number(_mean(getattr(c, what) for c in spent)) for what in (*COSTS, "effective")]
+        each = ", ".join(_number(_mean(c.per_effective(what) for c in spent)) for what in COSTS)
+        spending.append([label, *sums, each])
+        columns = {name: _over_seeds([getattr(own, name) for own in how]) for name in Indicators.__slots__}
+        getting_there.append([label, *(columns[name] for name in ("steps_to_90", "oscillation", "amplitude"))])
+        output.append([label, *(columns[name] for name in ("pass_at_k", "tokens_per_step", "spikes"))])
+    return "\n".join(
+        [
+            f"# {title}",
+            "",
+            *_table(["variant", "seeds", f"{measure} [95%]", f"difference to baseline [{level}]", ""], outcomes),
+            "",
+            *_supported(rows, measure),
+            "",
+            *_table(["variant", *COSTS, "effective", "per effective: samples, tokens, seconds"], spending),
+            "",
+            "Means over seeds. An effective sample is one trained with a nonzero advantage.",
+            "",
+            *_table(["variant", f"steps to 90% of {curve}", "oscillation after", "amplitude after"], getting_there),
+            "",
+            *_table(["variant", passes, "tokens/trajectory per step", "steps with a spike"], output),
+            "",
+            "Means over seeds with 95% intervals; (2 of 3): not defined on the other seed; -: on none.",
+            "",
+        ]
+    )
+
+
+def _supported(rows: Sequence[Comparison], measure: str) -> list[str]:
+    significant = [
+        f"{measure} is {row.verdict} with {row.variant}" for row in rows[1:] if row.verdict in (BETTER, WORSE)
+    ]
+    lines = ["No difference to the baseline is significant over these seeds."]
+    if significant:
+        lines = [f"Significant over these seeds: {'; '.join(significant)}."]
+    if min(row.seeds for row in rows) < FEWEST_SEEDS:
+        lines.append(f"With fewer than {FEWEST_SEEDS} seeds no difference is called significant.")
+    return lines
+
+
+def _labels(variants: Sequence[str]) -> list[str]:
+    """The ends of long names, where the values are; in full where two would be the same."""
+    short = [name if len(name) <= LABEL else f"...{name[3 - LABEL :]}" for name in variants]
+    return short if len(set(short)) == len(short) else list(variants)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown whose columns are aligned, for a terminal."""
+    cells = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    widths = [max(3, *(len(row[place]) for row in cells)) for place in range(len(head))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+    lines.insert(1, ["-" * width for width in widths])
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _over_seeds(values: Sequence[float | None]) -> str:
+    defined = [value for value in values if value is not None]
+    if not defined:
+        return "-"
+    return _interval(t_interval(defined)) + (
+        f" ({len(defined)} of {len(values)})" if len(defined) < len(values) else ""
+    )
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None:
+        return ""
+    if not math.isfinite(interval.low):
+        return f"{interval.mean:.3g}"
+    return f"{interval.mean:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean([*values]))
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "none"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def draw(rows: Sequence[Comparison], values: Mapping[str, Mapping[int, float]], measure: str, title: str) -> str:

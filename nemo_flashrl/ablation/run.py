@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_flashrl.ablation.cells import BASELINE, Cell, check_same
-from nemo_flashrl.ablation.comparison import FEWEST_SEEDS, Comparison, Interval, compare
-from nemo_flashrl.ablation.picture import draw
+from nemo_flashrl.ablation.comparison import (
+    LAST_SHARE,
+    Cost,
+    Indicators,
+    compare,
+    convergence,
+    last_mean,
+    slope,
+    spikes_of,
+)
+from nemo_flashrl.ablation.picture import as_markdown, draw
 from nemo_flashrl.launch.processes import run_training
+from nemo_flashrl.rollout.held_out import unbiased_pass_at_k
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.run.record import RunRecord, read_run
 
 NO_ENDS = ("episodes_in_flight",)
-LAST_SHARE = 0.1  # of the steps, whose mean is the outcome
-COSTS = ("samples", "tokens", "seconds")
+HELD_OUT = "evaluation_pass_at_"  # and k
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
@@ -59,77 +68,29 @@ def write_results(cells: Sequence[Cell], output: Path, measure: str | None, titl
     Raises:
         ValueError: no run of the baseline is finished.
     """
-    results = [read_cell(cell, measure) for cell in cells if is_finished(cell)]
+    finished = [cell for cell in cells if is_finished(cell)]
     values: dict[str, dict[int, float]] = {}
     costs: dict[str, list[Cost]] = {}
-    for result in results:
-        values.setdefault(result["variant"], {})[result["seed"]] = result["value"]
-        costs.setdefault(result["variant"], []).append(Cost(**result["cost"]))
+    indicators: dict[str, list[Indicators]] = {}
+    results = []
+    runs = [read_run(cell.folder) for cell in finished]
+    source, passes = pass_at_k(runs)
+    for cell, run, passed in zip(finished, runs, passes, strict=True):
+        name, value = outcome(run, measure)
+        spent, how = cost(run), replace(indicators_of(run, measure), pass_at_k=passed)
+        values.setdefault(cell.variant, {})[cell.seed] = value
+        costs.setdefault(cell.variant, []).append(spent)
+        indicators.setdefault(cell.variant, []).append(how)
+        own = {"variant": cell.variant, "seed": cell.seed, "measure": name, "value": value}
+        results.append({**own, "cost": asdict(spent), "indicators": asdict(how)})
     if BASELINE not in values:
         raise ValueError(f"{output}: no run of the baseline is finished, there is nothing to compare against")
-    name, rows = results[0]["measure"], compare(values, BASELINE)
-    table = as_markdown(rows, costs, name, title)
+    rows = compare(values, BASELINE)
+    table = as_markdown(rows, costs, indicators, measure=name, curve=measure or "success", passes=source, title=title)
     (output / "ablation.json").write_text(json.dumps(results, indent=2) + "\n")
     (output / "ablation.md").write_text(table)
     (output / "ablation.svg").write_text(draw(rows, values, name, title))
     return table
-
-
-def as_markdown(rows: Sequence[Comparison], costs: Mapping[str, Sequence[Cost]], measure: str, title: str) -> str:
-    """The table, and in words what the seeds support."""
-    compared = len(rows) - 1
-    lines = [
-        f"# {title}",
-        "",
-        f"| variant | seeds | {measure} [95%] | difference to the baseline [{1 - 0.05 / max(compared, 1):.1%}] | "
-        "| samples | tokens | seconds | effective samples | samples, tokens, seconds per effective sample |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        spent = costs[row.variant]
-        each = ", ".join(_number(_mean(c.per_effective(what) for c in spent)) for what in COSTS)
-        sums = (_number(_mean(getattr(c, what) for c in spent)) for what in (*COSTS, "effective"))
-        cells = [row.variant, row.seeds, _interval(row.own), _interval(row.difference), row.verdict, *sums, each]
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    significant = [row for row in rows[1:] if row.verdict in ("higher", "lower")]
-    lines += ["", "Costs are means over seeds. " + ("" if not significant else "Significant over these seeds: ")]
-    lines[-1] += "; ".join(f"{measure} is {row.verdict} with {row.variant}" for row in significant)
-    lines[-1] += "." if significant else "No difference to the baseline is significant over these seeds."
-    if min(row.seeds for row in rows) < FEWEST_SEEDS:
-        lines.append(f"With fewer than {FEWEST_SEEDS} seeds no difference is called significant.")
-    return "\n".join(lines) + "\n"
-
-
-def _interval(interval: Interval | None) -> str:
-    if interval is None:
-        return ""
-    if not math.isfinite(interval.low):
-        return f"{interval.mean:.3g}"
-    return f"{interval.mean:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
-
-
-def _mean(values: Any) -> float:
-    return float(np.mean([*values]))
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "none"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one run."""
-
-    samples: int  # episodes that ended, those that were dropped too
-    tokens: int  # of the trajectories in batches, prompts and observations included
-    seconds: float  # of all steps
-    effective: float  # trajectories trained with an advantage other than 0; a gate's rejections taken off in proportion
-
-    def per_effective(self, what: str) -> float:
-        """`samples`, `tokens` or `seconds` of one effective sample; infinite where there was none."""
-        return getattr(self, what) / self.effective if self.effective else math.inf
 
 
 def is_finished(cell: Cell) -> bool:
@@ -145,25 +106,68 @@ def outcome(run: RunRecord, measure: str | None) -> tuple[str, float]:
     values = values[np.isfinite(values)]
     if not len(values):
         raise ValueError(f"--measure {name}: {run.folder} has no such metric")
-    return name, float(values[-max(1, round(LAST_SHARE * len(values))) :].mean())
+    return name, last_mean(values)
 
 
 def cost(run: RunRecord) -> Cost:
     """Read from `metrics.jsonl` and `trajectories.jsonl`."""
     # A batch's numbers are in the metrics once for each update on it.
     updates = run.configuration.get("rollout", {}).get("updates_per_batch", 1)
-    tokens = sum(row["tokens"] for row in read_json_lines(run.trajectories))
+    tokens = sum(row["tokens"] for row in _rows(run))
     ended = sum(v for step in run.steps for k, v in step.items() if k.startswith("episodes_") and k not in NO_ENDS)
     return Cost(
         samples=round(ended / updates),
         tokens=round(tokens / updates),
         seconds=float(np.nansum(run.column("step_seconds"))),
-        effective=sum(s["effective_samples"] * s.get("gate_acceptance", 1.0) for s in run.steps) / updates,
+        effective=sum((s.get("effective_samples") or 0.0) * s.get("gate_acceptance", 1.0) for s in run.steps) / updates,
     )
 
 
-def read_cell(cell: Cell, measure: str | None) -> dict[str, object]:
-    """One line of `ablation.json`."""
-    run = read_run(cell.folder)
-    name, value = outcome(run, measure)
-    return {"variant": cell.variant, "seed": cell.seed, "measure": name, "value": value, "cost": asdict(cost(run))}
+def indicators_of(run: RunRecord, measure: str | None) -> Indicators:
+    """All but pass@k, whose k depends on the other runs; the curve is that of `measure`, else of success."""
+    reached, deviation, amplitude = convergence(*_curve(run, measure or "success"))
+    return Indicators(
+        reached, deviation, amplitude, None, slope(*_curve(run, "trajectory_tokens")), *spikes_of(run.steps)
+    )
+
+
+def _curve(run: RunRecord, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) where there is a value; both float64 [points]."""
+    steps, values = run.column("step"), run.column(name)
+    there = np.isfinite(values)
+    return steps[there], values[there]
+
+
+def pass_at_k(runs: Sequence[RunRecord]) -> tuple[str, list[float | None]]:
+    """(of what it is, pass@k of each run), with one k for all.
+
+    Of held-out tasks where all runs evaluate several samples of each, mean over the last tenth of the evaluations; else
+    of the groups of the last tenth of the steps, with the largest k that nine tenths of each run's groups allow, the
+    others left out. None for a run with one rollout per prompt.
+    """
+    held_out = [{name for step in run.steps for name in step if name.startswith(HELD_OUT)} for run in runs]
+    if common := set.intersection(*held_out) if runs else set():
+        name = max(common, key=lambda name: int(name.removeprefix(HELD_OUT)))
+        k, curves = name.removeprefix(HELD_OUT), [_curve(run, name)[1] for run in runs]
+        return f"pass@{k} (held-out)", [last_mean(values) if len(values) else None for values in curves]
+    groups = [_groups(run) for run in runs]
+    sizes = [sorted(size for size, _ in own)[len(own) // 10] for own in groups if own]
+    k = min((size for size in sizes if size > 1), default=0)
+    enough = [[group for group in own if group[0] >= k > 0] for own in groups]
+    return (f"pass@{k} (groups)" if k else "pass@k"), [unbiased_pass_at_k(own, k) if own else None for own in enough]
+
+
+def _groups(run: RunRecord) -> list[tuple[int, int]]:
+    """(rollouts, solved ones) of each group of the last tenth of the steps."""
+    last = {step["step"] for step in run.steps[-max(1, round(LAST_SHARE * len(run.steps))) :]}
+    rollouts: Counter[tuple[int, int]] = Counter()
+    solved: Counter[tuple[int, int]] = Counter()
+    for row in _rows(run):
+        if row["step"] in last and "group" in row:
+            rollouts[key := (row["step"], row["group"])] += 1
+            solved[key] += bool(row["success"])
+    return [(count, solved[key]) for key, count in rollouts.items()]
+
+
+def _rows(run: RunRecord) -> Iterator[dict[str, Any]]:
+    return read_json_lines(run.trajectories) if run.trajectories.is_file() else iter(())

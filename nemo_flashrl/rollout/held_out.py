@@ -64,16 +64,29 @@ def success_rate(trajectories: Sequence[Trajectory]) -> float:
 
 
 def pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
-    """How likely one of k samples of a task solves it, mean over tasks: 1 - C(n - c, k) / C(n, k), c of n solved.
-
-    Unbiased (Chen et al. 2021), where 1 - (1 - c / n)^k is not; with k = 1 it is the mean success of a task.
+    """How likely one of k samples of a task solves it, mean over tasks.
 
     Raises:
         ValueError: a task has fewer than k samples.
     """
     counts = Counter(t.prompt_index for t in trajectories)
-    if not 1 <= k <= min(counts.values(), default=0):
-        raise ValueError(f"k={k}: must be from 1 to the {min(counts.values(), default=0)} samples of a task")
     solved = Counter(t.prompt_index for t in trajectories if not t.failed)
-    missed = [math.comb(n - solved[task], k) / math.comb(n, k) for task, n in counts.items()]
+    return unbiased_pass_at_k([(n, solved[task]) for task, n in counts.items()], k)
+
+
+def unbiased_pass_at_k(tasks: Sequence[tuple[int, int]], k: int) -> float:
+    """Mean over tasks of 1 - C(n - c, k) / C(n, k), from (n samples, c of them solved) of each.
+
+    Unbiased (Chen et al. 2021), where 1 - (1 - c / n)^k is not; with k = 1 it is the mean success of a task.
+
+    >>> unbiased_pass_at_k([(4, 1), (4, 3)], 2)  # 1 - 3/6 and 1 - 0
+    0.75
+
+    Raises:
+        ValueError: a task has fewer than k samples.
+    """
+    fewest = min((n for n, _ in tasks), default=0)
+    if not 1 <= k <= fewest:
+        raise ValueError(f"k={k}: must be from 1 to the {fewest} samples of a task")
+    missed = [math.comb(n - c, k) / math.comb(n, k) for n, c in tasks]
     return 1 - sum(missed) / len(missed)

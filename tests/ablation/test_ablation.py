@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 
 from nemo_flashrl.ablation import run as ablation
 from nemo_flashrl.ablation.cells import parse_vary, plan_cells
-from nemo_flashrl.ablation.comparison import compare, t_interval
-from nemo_flashrl.ablation.run import Cost, cost, is_finished, outcome
+from nemo_flashrl.ablation.comparison import Cost, compare, convergence, slope, spikes, spikes_of, t_interval
+from nemo_flashrl.ablation.run import cost, is_finished, outcome, pass_at_k
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load, save
 from nemo_flashrl.run.jsonl import append_json_lines
@@ -121,6 +122,130 @@ def test_the_outcome_is_the_mean_of_the_last_tenth(tmp_path: Path) -> None:
     assert outcome(read_run(tmp_path / "b"), None) == ("evaluation_success", 20.0)
     with pytest.raises(ValueError, match="--measure nothing"):
         outcome(read_run(tmp_path / "b"), "nothing")
+
+
+def test_convergence_and_oscillation_by_hand() -> None:
+    """From 0 (steps 1, 2) to 1 (steps 19, 20): the means of steps 5-9 and 6-10 are 0.88 and 0.94, so step 10.
+
+    From it on six values of 0.9 and five of 1.1, level: residuals of 0.0909 and 0.1091, squares 12/110, over 11 - 2.
+    """
+    steps = np.arange(1.0, 21.0)
+    values = np.array([0, 0, 0.2, 0.4, 0.6, 0.7, *[1.1, 0.9] * 7])
+    right = (10.0, pytest.approx((12 / 110 / 9) ** 0.5), pytest.approx(0.2))
+    assert convergence(steps, values) == right
+    assert convergence(steps, -3 - values) == right  # a reward below 0, and one that falls
+    assert convergence(steps, np.full(20, 0.5)) == (None, None, None)
+    assert convergence(steps[:9], values[:9]) == (None, None, None)
+    assert convergence(steps[:10], steps[:10] ** 9) == (None, None, None)  # still far away in the mean of the last five
+    assert convergence(steps[:10], np.array([0.0] * 4 + [10.0] * 6)) == (9.0, None, None)  # two points are a line
+
+
+def test_convergence_and_slope_against_a_plain_reference() -> None:
+    rng = np.random.default_rng(1)
+    for length in (10, 31, 60, 200):
+        steps = np.cumsum(rng.integers(1, 4, size=length)).astype(float)  # some steps are missing
+        values = 1 - np.exp(-steps / 20) + 0.05 * rng.normal(size=length) + 0.001 * steps
+        tenth = max(1, round(length / 10))
+        start, end = values[:tenth].mean(), values[-tenth:].mean()
+        means = {n: values[n - 4 : n + 1].mean() for n in range(4, length)}
+        first = next((n for n, mean in means.items() if mean - start >= 0.9 * (end - start)), None)
+        step, deviation, amplitude = convergence(steps, values)
+        assert step == (None if first is None else steps[first])
+        if first is not None and length - first >= 3:
+            left = values[first:] - np.polyval(np.polyfit(steps[first:], values[first:], 1), steps[first:])
+            assert deviation == pytest.approx(math.sqrt(sum(left**2) / (len(left) - 2)))
+            assert amplitude == pytest.approx(max(left) - min(left))
+        assert slope(steps, values) == pytest.approx(np.polyfit(steps, values, 1)[0])
+    assert slope(np.array([1.0, 2.0, 4.0]), np.array([30.0, 32.0, 36.0])) == pytest.approx(2.0)
+    assert slope(np.array([1.0, 2.0]), np.array([30.0, 32.0])) is None
+
+
+def test_spikes_by_hand() -> None:
+    """Median 1.1, MAD 0.1: more than 1.7 is a spike, of whatever sign; what is not finite is one too."""
+    usual = [1.0, 1.2] * 5
+    for value, is_one in ((1.69, False), (1.71, True), (-1.71, True), (math.nan, True), (math.inf, True)):
+        assert spikes([*usual, value]) == ({10} if is_one else set())
+    assert spikes(usual) is None and spikes([]) is None  # ten are needed before
+    assert spikes([1.0] * 10 + [1.05, 1.07]) == {11}  # of a constant the MAD is taken to be 0.01
+    assert spikes([0.0] * 10 + [1e-7, 1e-5]) == {11}  # a loss of rounding errors
+    # Twenty values back: an older level is forgotten.
+    assert spikes([100.0, 120.0] * 5 + usual * 2 + [2.0]) == {30}
+    records = [{"step": n, "grad_norm": usual[n % 2], "loss": 0.5} for n in range(1, 13)]
+    records[10] |= {"grad_norm": None, "loss": 0.9}
+    records[11]["grad_norm"] = 9.0
+    assert spikes_of(records) == [2, 2, 1, None]
+    assert spikes_of(records[:3]) == [None] * 4
+
+
+def test_spikes_against_a_plain_reference() -> None:
+    values = np.random.default_rng(2).standard_t(2, size=300)
+    right = set()
+    for place in range(10, 300):
+        before = [abs(v) for v in values[max(0, place - 20) : place]]
+        middle = statistics.median(before)
+        mad = statistics.median(abs(v - middle) for v in before)
+        if abs(values[place]) > middle + 6 * mad:
+            right.add(place)
+    assert spikes(values) == right and 5 < len(right) < 60
+
+
+def rollouts(step: int, *groups: str) -> list[dict]:
+    """A group a word, a rollout a letter: x solved."""
+    return [
+        {"step": step, "group": 10 * step + n, "tokens": 1, "success": letter == "x"}
+        for n, word in enumerate(groups)
+        for letter in word
+    ]
+
+
+def test_pass_at_k_of_groups_and_of_held_out_tasks(tmp_path: Path) -> None:
+    """Of the last tenth of 20 steps, 19 and 20: 1 - C(3, 2) / C(4, 2) = 1/2, 1, 0 and 1 at k = 2."""
+    steps = [{"step": n, "success": 0.0} for n in range(1, 21)]
+    four = [*rollouts(1, "xxxx"), *rollouts(19, "x...", "xx.x"), *rollouts(20, "....", "xxxx")]
+    write_run(tmp_path / "four", steps, four)
+    write_run(tmp_path / "two", steps, [*rollouts(19, "x."), *rollouts(20, "..", "x", "xx", *[".."] * 8)])
+    write_run(tmp_path / "one", steps, rollouts(20, "x", ".", "x"))
+    runs = [read_run(tmp_path / name) for name in ("four", "two", "one")]
+    assert pass_at_k(runs[:1]) == ("pass@4 (groups)", [pytest.approx(3 / 4)])
+    # One k for all; of the second run one group in twelve lost a rollout, and is left out.
+    assert pass_at_k(runs) == ("pass@2 (groups)", [pytest.approx(2.5 / 4), pytest.approx(2 / 11), None])
+    assert pass_at_k(runs[2:]) == ("pass@k", [None])
+    assert pass_at_k([]) == ("pass@k", [])
+    for name, sampled in (("a", (2, 8)), ("b", (8,))):
+        held = [step | {f"evaluation_pass_at_{k}": step["step"] / 20 + k for k in sampled} for step in steps]
+        write_run(tmp_path / name, held, four)
+    both = [read_run(tmp_path / name) for name in ("a", "b")]
+    assert pass_at_k(both) == ("pass@8 (held-out)", [pytest.approx(8.975)] * 2)
+    assert pass_at_k([both[0], runs[0]])[0] == "pass@4 (groups)"  # what all have
+
+
+def test_short_and_failed_runs_are_shown(tmp_path: Path) -> None:
+    """Runs of two steps have no indicator; one of twelve with a null grad norm has; one failed and one was cut off."""
+    cells = plan_cells(
+        "rehearsal", ["model.path=here", "trainer.steps=12"], ["rollout.temperature=0.85,0.9"], 2, tmp_path
+    )
+    for cell in cells:
+        record = {"success": 0.5, "effective_samples": 1.0, "step_seconds": 1.0, "loss": 0.1}
+        if cell.variant.endswith("0.9"):
+            steps = [record | {"step": 1}, record | {"step": 12, "effective_samples": None}]
+        else:
+            steps = [record | {"step": n, "trajectory_tokens": 30.0 + (1 + cell.seed) * n} for n in range(1, 13)]
+            steps[11]["grad_norm"] = None
+        write_run(cell.folder, steps[: 2 if (cell.variant, cell.seed) == ("baseline", 1) else 12], [])
+    (cells[2].folder / "trajectories.jsonl").unlink()
+    text = ablation.write_results(cells, tmp_path, None, "title")
+    tables = [[part.strip() for part in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert max(map(len, text.splitlines())) <= 120
+    row = {part[0]: part[1:] for part in tables[-3:]}
+    # Slopes of 1 and 2: 1.5 +- 12.7062 * 0.7071 / sqrt 2; one seed has no interval.
+    assert row["rollout.temperature=0.85"] == ["-", "1.5 [-4.85, 7.85]", "0 [0, 0]"]
+    assert row["baseline"] == ["-", "1", "0"]
+    assert row["rollout.temperature=0.9"] == ["-", "-", "-"]
+    results = json.loads((tmp_path / "ablation.json").read_text())
+    assert results[0]["indicators"] == {
+        "steps_to_90": None, "oscillation": None, "amplitude": None, "pass_at_k": None, "tokens_per_step": 1.0,
+        "spikes": 0, "grad_norm_spikes": None, "loss_spikes": 0, "kl_spikes": None,
+    }  # fmt: skip
 
 
 def test_runs_are_kept_and_compared(tmp_path: Path, monkeypatch, capsys) -> None:
