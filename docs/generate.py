@@ -209,7 +209,7 @@ def recipes() -> str:
         "",
         "It overrides the experiment's own settings; model, environment, lengths and learning rate stay the",
         "experiment's, and other keys on the command line override the recipe. A recipe and a [budget](ablations.md)",
-        "each choose an algorithm: give one of the two.",
+        "each choose an algorithm: both together are refused.",
         "",
         "| recipe | |",
         "| --- | --- |",

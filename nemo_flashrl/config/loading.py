@@ -60,7 +60,8 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     try:
         with initialize_config_dir(str(path.parent.resolve()), version_base="1.3"):
             search = f"hydra.searchpath=[{quoted(f'file://{conf_folder().resolve()}')}]"
-            chosen = _chosen_presets(path) if overrides else []
+            chosen = _chosen_presets(path)
+            _refuse_two_algorithms(chosen, overrides or [])
             given = [hydra_override(text, conf_folder(), path.parent, chosen) for text in overrides or []]
             fields = [text for text in given if is_named_as_a_folder(text, path.parent)]
             raw = compose(path.stem, overrides=[search, *(text for text in given if text not in fields)])
@@ -87,10 +88,22 @@ def _expand_paths(config: DictConfig) -> None:
             OmegaConf.update(config, name, os.path.expanduser(value))
 
 
-def _chosen_presets(path: Path) -> list[str]:
-    """Groups of `PRESETS` that the file's own `defaults` name."""
+def _chosen_presets(path: Path) -> dict[str, str]:
+    """Groups of `PRESETS` that the file's own `defaults` name -> what of each."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    return [group for group in PRESETS if re.search(rf"^\s*-\s+(override\s+)?/?{group}\s*:", text, re.MULTILINE)]
+    named = rf"^\s*-\s+(?:override\s+)?/?({'|'.join(PRESETS)})\s*:\s*(\S*)"
+    return dict(re.findall(named, text, re.MULTILINE))
+
+
+def _refuse_two_algorithms(presets: Mapping[str, str], overrides: Sequence[str]) -> None:
+    """A recipe and a budget choose an algorithm each: the settings of one would be given to the other's."""
+    chosen = dict(presets)
+    for text in overrides:
+        key, _, value = text.lstrip("+~").partition("=")
+        chosen[key] = "" if text.startswith("~") else value
+    both = [f"{group}={chosen[group]}" for group in ("recipe", "budget") if chosen.get(group)]
+    if len(both) == 2:
+        raise ValueError(f"{' '.join(both)}: each chooses an algorithm and its techniques; give one of the two")
 
 
 def save(config: RunConfig, path: Path) -> None:

@@ -5,6 +5,7 @@ Each recipe is trained for two steps of the rehearsal's task too.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,26 @@ def test_a_files_own_recipe_is_replaced(tmp_path: Path) -> None:
     )
     assert load(str(file), GIVEN).rollout.mode == "in_flight"
     assert load(str(file), [*GIVEN, "recipe=grpo_baseline"]).algorithm.name == "grpo"
+
+
+def test_a_recipe_and_a_budget_are_refused(tmp_path: Path) -> None:
+    """Together they gave GRPO the settings of FlashREINFORCE."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "defaults:\n  - /algorithm: flash_reinforce\n  - /environment: key_value_store\n  - /budget: 1000h\n"
+        "  - _self_\n"
+    )
+    said = "recipe=paper budget={}: each chooses an algorithm and its techniques; give one of the two"
+    for name, given, budget in (
+        ("rehearsal", ["recipe=paper", "budget=100h"], "100h"),
+        ("rehearsal", ["+budget=100h", "+recipe=paper"], "100h"),
+        (str(file), ["recipe=paper"], "1000h"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said.format(budget))):
+            load(name, [*GIVEN, *given])
+    assert load(str(file), [*GIVEN, "recipe=paper", "~budget"]).algorithm.name == "flash_reinforce"
+    assert load(str(file), GIVEN).rollout.temperature == 0.9
+    assert load("rehearsal", [*GIVEN, "recipe=paper", "temperature=quarter"]).rollout.temperature_schedule
 
 
 def test_help_shows_recipes_and_budgets(capsys: pytest.CaptureFixture[str]) -> None:
