@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 KL_SCHEDULES = ("fixed", "annealed", "adaptive", "entropy")
@@ -134,7 +135,40 @@ def _is_number(value: object) -> bool:
 GROUP_SIZES = (4, 8, 16, 32)
 
 
-class GroupSize:
+class FixedGroupSize:
+    """How many rollouts a prompt gets: `value`, for all of them. `GroupSize` and `PromptGroupSizes` move it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    @property
+    def largest(self) -> int:
+        """The most that a prompt of the next batches can get."""
+        return self.value
+
+    def begin(self, prompt_index: int, task_index: int) -> int:
+        """The rollouts of a prompt that is about to be played."""
+        return self.value
+
+    def dropped(self, prompt_index: int, rewards: Sequence[float], reason: str) -> None:
+        """A prompt's group, with these rewards, enters no batch; "tied": for its rewards are all equal."""
+
+    def trained(self, groups: Mapping[int, Sequence[float]]) -> None:
+        """A batch has been used: the rewards of each group by prompt index."""
+
+    def metrics(self, groups: Sequence[Sequence[float]]) -> dict[str, float]:
+        """What a step's metrics say of a batch with these groups of rewards."""
+        return {}
+
+    def state_dict(self) -> dict[str, object]:
+        """What a checkpoint keeps; empty where nothing moves."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Restore that state; one of another way to move the group size changes nothing."""
+
+
+class GroupSize(FixedGroupSize):
     """How many rollouts a prompt gets, in `value`, moved by how much the rewards inside a group differ.
 
     Every `every` steps the mean over these steps of the groups' reward standard deviation is compared with the
@@ -162,8 +196,13 @@ class GroupSize:
                 f"algorithm.settings.group_size={start}: with group_size.every={every} and "
                 f"rollout.batch_size={batch_size} it must be one of {self.sizes or 'none; change rollout.batch_size'}"
             )
-        self.value, self.every, self.threshold = start, every, threshold
+        super().__init__(start)
+        self.every, self.threshold = every, threshold
         self._deviations: list[float] = []  # since the last decision
+
+    def trained(self, groups: Mapping[int, Sequence[float]]) -> None:
+        """One step on these groups is done."""
+        self.after_step(statistics.fmean(statistics.pstdev(rewards) for rewards in groups.values()))
 
     def after_step(self, reward_std: float) -> None:
         """Move on by one step whose groups' rewards had this mean standard deviation."""
@@ -181,6 +220,6 @@ class GroupSize:
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Restore that state; a size that no longer fits the batch is left at the start's."""
-        if state["value"] in self.sizes:
+        if state.get("value") in self.sizes:
             self.value = int(state["value"])
-        self._deviations = list(state["deviations"])[-(self.every - 1) :] if self.every > 1 else []
+        self._deviations = list(state.get("deviations", ()))[-(self.every - 1) :] if self.every > 1 else []

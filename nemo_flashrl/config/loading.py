@@ -201,6 +201,11 @@ def _check_group_size(config: RunConfig) -> None:
             f"group_size.every={every}: a group's size changes only with no episode in flight; set "
             f"rollout.mode=sync and rollout.lag=0 (they are {rollout.mode} and {rollout.lag})"
         )
+    most = config.group_size.max
+    if every and most:
+        raise ValueError(f"group_size.max={most}: group_size.every={every} sets one size for all prompts; set one to 0")
+    if 0 < most < config.group_size.min:
+        raise ValueError(f"group_size.max={most}: must be at least group_size.min ({config.group_size.min}), or 0")
 
 
 def _check_credit(config: RunConfig) -> None:

@@ -129,10 +129,12 @@ class RolloutConfig:
 
 @dataclass
 class GroupSizeConfig:
-    """Adapts the group size (4, 8, 16, 32) to the spread of rewards inside a group."""
+    """Adapts the group size to rewards: of all prompts (4, 8, 16, 32; `every`), or of each prompt (`min` to `max`)."""
 
     every: int = within(0, 0)  # optimizer steps between two decisions; 0: fixed
     threshold: float = within(0.3, 0)  # mean reward std inside a group: above it one size up, below it one down
+    max: int = within(0, 0)  # per prompt: halved after a group of equal rewards, else doubled, up to this; 0: fixed
+    min: int = within(2, 2)  # per prompt: down to this; max is min times a power of 2
 
 
 @dataclass

@@ -105,7 +105,12 @@ _POLICY = (
     Metric("reference_logprob", "nats", "of the reference per action token"),
     Metric("reference_entropy", "nats", "of the reference per action token"),
     Metric("temperature", "", "sampling temperature, mean over the batch"),
-    Metric("group_size", "trajectories", "G: rollouts of one prompt"),
+    Metric("group_size", "trajectories", "G: rollouts of one prompt, mean over groups"),
+    Metric(
+        "tied_trajectories_saved",
+        "trajectories",
+        "of the batch's zero-variance groups, how many fewer than with the starting G; below 0: more",
+    ),
     _sum("policy_tokens", "tokens", "action tokens of the step", "policy_tokens"),
     _sum("retained_tokens", "tokens", "of these, tokens that enter the loss", "retained_tokens"),
     _sum("extreme_tokens", "tokens", "of these, tokens with trainer and sampler over 20 nats apart", "extreme_tokens"),

@@ -28,6 +28,7 @@ READ_ONLY_WITH = (  # a switch, the values that switch on, and the settings that
     ("reference.mode", "ema", ("reference.beta",)),
     ("curriculum.mode", "adaptive", tuple(f"curriculum.{name}" for name in ("classes", "share", "floor", "mixture"))),
     ("group_size.every", ABOVE_ZERO, ("group_size.threshold",)),
+    ("group_size.max", ABOVE_ZERO, ("group_size.min",)),
     ("lora.rank", ABOVE_ZERO, ("lora.alpha", "lora.targets")),
     ("value_head.learning_rate", ABOVE_ZERO, ("value_head.updates",)),
     # Its limit may stand ready, as conf/budget/1000h.yaml has it.
@@ -59,6 +60,7 @@ def changed_settings(config: RunConfig, algorithm: Algorithm) -> list[Changed]:
     looked_at = [
         ("group size", "algorithm.settings.group_size", own, usual, _GROUP),
         ("group size", "group_size.every", config.group_size, plain.group_size, _GROUP),
+        ("group size", "group_size.max", config.group_size, plain.group_size, _GROUP),
         ("temperature", "rollout.temperature", rollout, plain.rollout, _TEMPERATURE),
         ("temperature", "rollout.temperature_schedule", rollout, plain.rollout, _TEMPERATURE),
         ("normalisation", "algorithm.settings.normalisation", own, usual, _NORMALISATION),

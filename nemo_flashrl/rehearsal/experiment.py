@@ -86,8 +86,10 @@ def rehearse_experiment(name: str, output: Path, overrides: tuple[str, ...], see
 
 
 def _group_size(config: RunConfig) -> int:
+    """What divides a batch."""
     plugin = algorithms.load(config.algorithm.name)
-    return plugin(settings_of(plugin, config.algorithm.settings, "algorithm")).group_size
+    own = plugin(settings_of(plugin, config.algorithm.settings, "algorithm")).group_size
+    return max(own, config.group_size.max)  # a multiple of `own` where it is set
 
 
 def _with_a_model(name: str, own: list[str]) -> RunConfig:

@@ -11,29 +11,29 @@ moment.
 
 Back-pressure: when B trajectories in whole groups wait for the trainer, no episode begins until `collect` takes them.
 What runs by then may end, so at most B + G * max_in_flight trajectories are ever finished and not handed over.
+
+Groups of different sizes: a batch still holds exactly B trajectories. What is begun adds up to B after every B, and a
+group that does not fit into what a batch lacks is the first of the next one (`Groups.take`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemo_flashrl.algorithms.schedules import GroupSize
+from nemo_flashrl.algorithms.schedules import FixedGroupSize
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.environment import Environment
 from nemo_flashrl.environments.guard import begun
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.episode import Limits, run_episode
-from nemo_flashrl.rollout.groups import Failing, FirstErrors, Siblings, SlotClock, none_usable, reason_to_drop
+from nemo_flashrl.rollout.groups import Failing, FirstErrors, Groups, Siblings, SlotClock, none_usable, reason_to_drop
 from nemo_flashrl.rollout.metrics import rollout_metrics
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
-
-Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 
 
 class CollectionStopped(Exception):
@@ -65,9 +65,9 @@ class Collector:
         dynamic_sampling_max_groups: int = 0,
         seed: int = 0,
         temperature: Callable[[int], float] | None = None,
-        group_sizes: GroupSize | None = None,
+        group_sizes: FixedGroupSize | None = None,
     ) -> None:
-        """`temperature` (of the policy version) goes before that of `sampling`; `group_sizes` moves `group_size`.
+        """`temperature` (of the policy version) goes before that of `sampling`, `group_sizes` before `group_size`.
 
         Left out, `prompts` are epochs over `tasks` in an order fixed by `seed`, `sampling` ends an action at the
         tokenizer's and the chat template's end tokens, and `max_in_flight` is `batch_size`.
@@ -87,16 +87,17 @@ class Collector:
         self.sampling = Sampling(stop_token_ids=tuple(ends)) if sampling is None else sampling
         self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
         self._prompts = PromptStream(len(tasks), seed=seed) if prompts is None else prompts
-        self._temperature, self._group_sizes = temperature, group_sizes
-        self._batch_size, self._group_size = batch_size, group_size
+        self._temperature, self._batch_size = temperature, batch_size
+        self._sizes = FixedGroupSize(group_size) if group_sizes is None else group_sizes
         self._max_in_flight, self._streaming = max_in_flight, streaming
         self._max_staleness, self._seed = max_staleness, seed
         self._replacements = dynamic_sampling_max_groups
-        self._waiting: deque[tuple[int, int, int]] = deque()  # (prompt index, task index, sample), not begun
+        self._replaced = 0  # tied groups that were dropped for the batch that is being collected
+        self._waiting: deque[tuple[int, int, int, int]] = deque()  # prompt, task, sample, group size; not begun
         self._running: set[asyncio.Task] = set()
         self._siblings = Siblings()  # ended, of groups that are not complete
-        self._ready: deque[Group] = deque()  # complete, in the order in which they were completed
-        self._chosen: list[Group] = []  # of the batch that is being collected
+        self._ready = Groups()  # complete, in the order in which they were completed
+        self._chosen = Groups()  # for the batch that is being collected
         self._totals: Counter[str] = Counter()  # of the whole run, what was resumed included
         self._errors, self._failing = FirstErrors(), Failing()
         self._failure: BaseException | None = None
@@ -125,42 +126,41 @@ class Collector:
             self.sampling = replace(self.sampling, temperature=self._temperature(policy_version))
         dropped: Counter[str] = Counter()
         ends: Counter[str] = Counter()
-        self._collecting = True
+        self._collecting, self._replaced = True, 0
         self._tell_clock()
         try:
             while self._choose(policy_version, dropped, ends):
                 self._fill()
                 await self._next_change()
-            self._fill()  # what was chosen made room, where episodes run on between batches
         finally:
             self._collecting = False
             self._tell_clock()
-        chosen, self._chosen = self._chosen, []
+        chosen = self._chosen.take(self._batch_size)
+        self._chosen.move_before(self._ready)  # groups of different sizes may hold more than a batch
+        self._fill()  # what was taken made room, where episodes run on between batches
+        ends.update(t.end_reason for group in chosen for t in group)
         trajectories = tuple(t for group in sorted(chosen, key=lambda g: g[0].prompt_index) for t in group)
         metrics = rollout_metrics(trajectories, policy_version, dropped, ends) | self._state_metrics()
+        metrics |= self._sizes.metrics([[t.reward for t in group] for group in chosen])
         return Batch(trajectories, policy_version, metrics)
 
     def trained(self, batch: Batch) -> None:
         """The weights hold what `batch` teaches: its prompts do not come again after a resume."""
-        groups: dict[int, Group] = {}
+        groups: dict[int, list[Trajectory]] = defaultdict(list)
         for trajectory in batch.trajectories:
-            groups.setdefault(trajectory.prompt_index, []).append(trajectory)
+            groups[trajectory.prompt_index].append(trajectory)
         self._prompts.trained({i: sum(not t.failed for t in group) / len(group) for i, group in groups.items()})
         self._totals["trajectories_trained"] += len(batch.trajectories)
-        if self._group_sizes is not None:
-            assert not (self._running or self._waiting or self._ready), "a group is in flight while its size changes"
-            deviations = [statistics.pstdev([t.reward for t in group]) for group in groups.values()]
-            self._group_sizes.after_step(statistics.fmean(deviations))
-            self._group_size = self._group_sizes.value
+        self._sizes.trained({i: [t.reward for t in group] for i, group in groups.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and lists: `prompts`, the stream's position, and `totals`, counts of the whole run.
+        """Plain numbers, strings and lists: `prompts`, the stream's position, `group_sizes`, and `totals` of the run.
 
         A prompt is finished when its batch was trained or its trajectories were dropped. All others that were handed
         out count as unfinished (in flight, waiting, in a batch that is not trained yet) and come first after a resume.
         """
-        sizes = {} if self._group_sizes is None else {"group_sizes": self._group_sizes.state_dict()}
-        return {"prompts": self._prompts.state_dict(), "totals": dict(self._totals), **sizes}
+        parts = {"prompts": self._prompts, "group_sizes": self._sizes}
+        return {name: part.state_dict() for name, part in parts.items()} | {"totals": dict(self._totals)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state, before the first `collect`."""
@@ -169,9 +169,7 @@ class Collector:
         )
         self._prompts.load_state_dict(state["prompts"])
         self._totals = Counter(state["totals"])
-        if self._group_sizes is not None and "group_sizes" in state:
-            self._group_sizes.load_state_dict(state["group_sizes"])
-            self._group_size = self._group_sizes.value
+        self._sizes.load_state_dict(state.get("group_sizes", {}))
 
     def _state_metrics(self) -> dict[str, float]:
         """Times since the last batch, and what is in flight now."""
@@ -190,7 +188,7 @@ class Collector:
 
     def _count_ended(self) -> int:
         """Trajectories that are finished and not handed over."""
-        return (len(self._ready) + len(self._chosen)) * self._group_size + self._siblings.count
+        return self._ready.count + self._chosen.count + self._siblings.count
 
     def _tell_clock(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -216,33 +214,34 @@ class Collector:
             raise self._failure
         if self._stopped:
             raise CollectionStopped
-        while self._ready and len(self._chosen) * self._group_size < self._batch_size:
+        while self._ready and self._chosen.count < self._batch_size:
             group = self._ready.popleft()
-            ends.update(trajectory.end_reason for trajectory in group)
             oldest = None if self._max_staleness is None else policy_version - self._max_staleness
-            replace_tied = dropped["tied"] < self._replacements * self._group_size
-            reason = reason_to_drop(group, oldest, replace_tied=replace_tied)
+            reason = reason_to_drop(group, oldest, replace_tied=self._replaced < self._replacements)
             if reason is None:
                 self._chosen.append(group)
                 continue
+            self._replaced += reason == "tied"
+            ends.update(trajectory.end_reason for trajectory in group)
             dropped[reason] += len(group)
             self._totals[f"trajectories_dropped_{reason}"] += len(group)
             self._errors.tell(group)
             self._prompts.finish(group[0].prompt_index)
+            self._sizes.dropped(group[0].prompt_index, [trajectory.reward for trajectory in group], reason)
             # A sound run drops at most what was finished when the policy moved on; more in a row never ends.
-            at_most = self._group_size * (self._max_in_flight + self._replacements) + 4 * self._batch_size
+            at_most = self._sizes.largest * (self._max_in_flight + self._replacements) + 4 * self._batch_size
             if not self._chosen and dropped.total() > at_most:
                 raise none_usable(dropped, group)
-        return len(self._chosen) * self._group_size < self._batch_size
+        return self._chosen.count < self._batch_size
 
     def _fill(self) -> None:
         """Start episodes in free slots."""
         while not (self._closed or self._failure) and self._has_room():
             if not self._waiting:
                 prompt_index, task_index = self._prompts.next()
-                self._waiting.extend((prompt_index, task_index, sample) for sample in range(self._group_size))
-            prompt_index, task_index, sample = self._waiting.popleft()
-            episode = asyncio.get_running_loop().create_task(self._play(prompt_index, task_index, sample))
+                size = self._sizes.begin(prompt_index, task_index)
+                self._waiting.extend((prompt_index, task_index, sample, size) for sample in range(size))
+            episode = asyncio.get_running_loop().create_task(self._play(*self._waiting.popleft()))
             self._running.add(episode)
             episode.add_done_callback(self._on_ended)
         self._tell_clock()
@@ -251,10 +250,10 @@ class Collector:
         if len(self._running) >= self._max_in_flight:
             return False
         if self._streaming:
-            return len(self._ready) * self._group_size < self._batch_size
+            return self._ready.count < self._batch_size
         return self._collecting and len(self._running) + self._count_ended() < self._batch_size
 
-    async def _play(self, prompt_index: int, task_index: int, sample: int) -> None:
+    async def _play(self, prompt_index: int, task_index: int, sample: int, group_size: int) -> None:
         task, environment = begun(self._tasks, task_index, self._make_environment)
         trajectory = await run_episode(
             self._engine,
@@ -271,7 +270,7 @@ class Collector:
         if backoff := self._failing.backoff(trajectory):
             await asyncio.sleep(backoff)
         self._sampled += trajectory.action_count
-        group = self._siblings.add(trajectory, sample, self._group_size, asyncio.get_running_loop().time())
+        group = self._siblings.add(trajectory, sample, group_size, asyncio.get_running_loop().time())
         if group is not None:
             self._ready.append(group)
 

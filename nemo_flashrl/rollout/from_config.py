@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_flashrl.algorithms.schedules import GroupSize, TemperatureSchedule
+from nemo_flashrl.algorithms.schedules import FixedGroupSize, GroupSize, TemperatureSchedule
 from nemo_flashrl.batching.planner import usable_context
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.base import Engine
@@ -20,7 +20,7 @@ from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import LongPrompts
 from nemo_flashrl.rollout.held_out import evaluate
-from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
+from nemo_flashrl.rollout.prompts import PromptGroupSizes, PromptSource, PromptStream
 from nemo_flashrl.weight_sync.hf_reader import refuse_lfs_pointer
 
 
@@ -91,14 +91,17 @@ def temperature_schedule(config: RunConfig) -> TemperatureSchedule | None:
     return TemperatureSchedule(points, config.trainer.steps) if points else None
 
 
-def moving_group_size(config: RunConfig, group_size: int) -> GroupSize | None:
+def moving_group_size(config: RunConfig, group_size: int) -> FixedGroupSize | None:
     """What moves the group size from `group_size`; None where it stays."""
-    moves = config.group_size
-    if not moves.every:
-        return None
-    if group_size == 1:
-        raise ValueError(f"group_size.every={moves.every}: {config.algorithm.name} has no groups; set 0")
-    return GroupSize(group_size, every=moves.every, threshold=moves.threshold, batch_size=config.rollout.batch_size)
+    moves, batch_size = config.group_size, config.rollout.batch_size
+    for name in ("every", "max"):
+        if getattr(moves, name) and group_size == 1:
+            raise ValueError(f"group_size.{name}={getattr(moves, name)}: {config.algorithm.name} has no groups; set 0")
+    if moves.every:
+        return GroupSize(group_size, every=moves.every, threshold=moves.threshold, batch_size=batch_size)
+    if moves.max:
+        return PromptGroupSizes(group_size, lowest=moves.min, highest=moves.max, batch_size=batch_size)
+    return None
 
 
 def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:

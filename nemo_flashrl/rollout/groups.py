@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.episode import PROMPT_TOO_LONG
 
+Group = list[Trajectory]  # the trajectories of one prompt, in the order of their sample numbers
 _KIND_LENGTH, _MOST_KINDS = 100, 20  # characters of an error, digits aside, that make its kind; kinds that are reported
 _FREE, _LONGEST_BACKOFF = 8, 2.0  # failures in a row before a slot backs off, and the longest backoff in seconds
 
@@ -108,6 +109,65 @@ class LongPrompts:
         )
 
 
+class Groups:
+    """Whole groups, in order, and how many trajectories they hold.
+
+    Their sizes divide each other, and the largest divides what is asked of `take`.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0  # trajectories
+        self._groups: deque[Group] = deque()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def append(self, group: Group) -> None:
+        """Behind all others."""
+        self._groups.append(group)
+        self.count += len(group)
+
+    def popleft(self) -> Group:
+        """The first one, removed."""
+        self.count -= len(self._groups[0])
+        return self._groups.popleft()
+
+    def move_before(self, others: Groups) -> None:
+        """Hand all of them over, before all `others`."""
+        others._groups.extendleft(reversed(self._groups))
+        others.count += self.count
+        self._groups, self.count = deque(), 0
+
+    def take(self, count: int) -> list[Group]:
+        """Remove groups of exactly `count` trajectories; there are at least as many.
+
+        The first ones are taken: one is left only where, with it and those already taken, no others add up to `count`.
+        Worked example, 16 of groups of 4, 16, 8 and 4: with the first one 12 are lacking, 16 are too many, and 8 and 4
+        complete it; the 16 stay.
+        """
+        taken, left, sizes = [], deque(), Counter(map(len, self._groups))
+        for group in self._groups:
+            sizes[len(group)] -= 1
+            if len(group) <= count and _add_up(sizes, count - len(group)):
+                taken.append(group)
+                count -= len(group)
+            else:
+                left.append(group)
+        assert not count, f"{count} trajectories are lacking"
+        self._groups, self.count = left, sum(map(len, left))
+        return taken
+
+
+def _add_up(sizes: Counter[int], count: int) -> bool:
+    """Whether some of so many groups of each size hold exactly `count` trajectories; the sizes divide each other."""
+    for size in sorted(sizes, reverse=True):
+        count -= size * min(sizes[size], count // size)
+    return not count
+
+
 class SlotClock:
     """Adds up idle rollout slots over time, by whether the trainer waits for a batch at that moment or not.
 
@@ -155,7 +215,7 @@ class Siblings:
         self._ended: dict[int, dict[int, tuple[Trajectory, float]]] = {}  # prompt index -> sample -> with its time
         self._waits: list[float] = []  # seconds, of the trajectories of groups that were completed
 
-    def add(self, trajectory: Trajectory, sample: int, group_size: int, now: float) -> list[Trajectory] | None:
+    def add(self, trajectory: Trajectory, sample: int, group_size: int, now: float) -> Group | None:
         """Its group in the order of sample numbers where it is the last to end, else None."""
         group = self._ended.setdefault(trajectory.prompt_index, {})
         group[sample] = trajectory, now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -76,6 +77,55 @@ def test_failed_and_tied_groups() -> None:
     assert weighed(skip_tied_groups=True, failed_group_floor=0.3)[1] == pytest.approx(
         [1 / 12, 1 / 6, 0, 0, 1 / 6, 1 / 6]
     )
+
+
+def plain_advantages(rewards: list[float], groups: list[int], normalisation: str, floor: float) -> list[float]:
+    """Reward by reward, in plain Python."""
+    advantages = []
+    for reward, group in zip(rewards, groups, strict=True):
+        own = [r for r, g in zip(rewards, groups, strict=True) if g == group]
+        if min(own) == max(own):
+            advantages.append(-floor if own[0] == 0 else 0.0)
+        elif normalisation == "quantile":
+            below, equal = sum(r < reward for r in own), sum(r == reward for r in own)
+            advantages.append(2 * (below + equal / 2) / len(own) - 1)
+        else:
+            std = statistics.stdev(own) + 1e-6 if normalisation == "z_score" else 1.0
+            advantages.append((reward - statistics.fmean(own)) / std)
+    return advantages
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.3])
+@pytest.mark.parametrize("normalisation", ["z_score", "quantile", "none"])
+def test_groups_of_different_sizes(normalisation: str, floor: float) -> None:
+    """64 trajectories in groups of 2, 4, 8 and 16, in any order: float64 against plain Python.
+
+    Rewards reshaped to [B / G, G] at the mean G, as if all groups were equal, give others.
+    """
+    generator = torch.Generator().manual_seed(3)
+    sizes = [2, 2, 2, 2, 4, 4, 8, 8, 16, 16]
+    names = torch.randperm(90, generator=generator)[: len(sizes)] - 40
+    groups = names.repeat_interleave(torch.tensor(sizes))
+    rewards = torch.randint(0, 3, (64,), generator=generator).double() / 2
+    rewards[:2], rewards[8:12], rewards[12:16] = 1.0, 0.0, 0.5  # tied at 1, at 0 and at 1/2
+    order = torch.randperm(64, generator=generator)
+    for places in (torch.arange(64), order):
+        own, of = rewards[places], groups[places]
+        algorithm = Grpo(GrpoSettings(normalisation=normalisation, failed_group_floor=floor, skip_tied_groups=True))
+        advantages, weights = algorithm.weigh(own, torch.full((64,), 5), of)
+        right = torch.tensor(plain_advantages(own.tolist(), of.tolist(), normalisation, floor), dtype=torch.float64)
+        torch.testing.assert_close(advantages, right, rtol=1e-12, atol=1e-12)
+        kept = torch.tensor([rewards[groups == g].unique().numel() > 1 for g in of])
+        kept |= torch.tensor([floor > 0 and not rewards[groups == g].any() for g in of])
+        torch.testing.assert_close(weights, kept.double() / (64 * 5))
+    rows = rewards.view(8, 8)
+    equal = rows - rows.mean(1, keepdim=True)
+    equal = equal / (rows.std(1, keepdim=True) + 1e-6) if normalisation == "z_score" else equal
+    wrong = plain_advantages(rewards.tolist(), [i // 8 for i in range(64)], normalisation, 0.0)
+    if normalisation != "quantile":
+        torch.testing.assert_close(equal.flatten(), torch.tensor(wrong, dtype=torch.float64))
+    right = torch.tensor(plain_advantages(rewards.tolist(), groups.tolist(), normalisation, floor))
+    assert (right - torch.tensor(wrong)).abs().max() > 0.2
 
 
 def test_the_sequence_constant_divides() -> None:

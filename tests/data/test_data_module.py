@@ -11,7 +11,9 @@ import torch
 from processes import run_ranks
 from tiny import random_trajectories
 
+from nemo_flashrl.algorithms.advantages import group_advantages
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
+from nemo_flashrl.algorithms.grpo import Grpo
 from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
 from nemo_flashrl.data.collate import pad_rows
 from nemo_flashrl.data.datamodule import RolloutDataModule, plan_steps
@@ -19,12 +21,29 @@ from nemo_flashrl.data.rank_step import stage_share
 from nemo_flashrl.records import Batch
 
 
-def steps_for(trajectories, dp_size: int, budget: int = 150):
+def steps_for(trajectories, dp_size: int, budget: int = 150, algorithm=None):
     settings = BatchingSettings(
         max_tokens_per_microbatch=budget, context_length=100, layout="padded", context_margin=0.0
     )
     batch = Batch(tuple(trajectories), 0)
-    return plan_steps(batch, FlashReinforce(), LengthBatcher(settings), dp_size=dp_size, seed=0)
+    return plan_steps(batch, algorithm or FlashReinforce(), LengthBatcher(settings), dp_size=dp_size, seed=0)
+
+
+def test_groups_of_different_sizes_are_compared_before_the_split() -> None:
+    """Groups of 2, 4 and 8: each trajectory has the advantage and the weight of the whole batch, on 1, 2 or 3 ranks."""
+    groups = [0] * 2 + [1] * 4 + [2] * 8 + [3] * 2
+    batch = tuple(replace(t, group=g) for t, g in zip(random_trajectories(16, 50), groups, strict=True))
+    right = group_advantages(torch.tensor([t.reward for t in batch]), torch.tensor(groups)).tolist()
+    assert len({abs(round(advantage, 3)) for advantage in right}) > 3
+    for dp_size in (1, 2, 3):
+        found = {}
+        for step in steps_for(batch, dp_size, algorithm=Grpo()):
+            for m in step.microbatches:
+                pairs = zip(m["advantages"].tolist(), m["token_weights"].tolist(), strict=True)
+                found |= dict(zip(m["trajectory"].tolist(), pairs, strict=True))
+        found.pop(-1, None)
+        assert [found[i][0] for i in range(16)] == right
+        assert [found[i][1] for i in range(16)] == pytest.approx([1 / (16 * t.action_count) for t in batch])
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids
+from doubles import GET, STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, collector, ids, numbers
+from tiny import random_trajectories
 
 from nemo_flashrl.algorithms.schedules import GroupSize
 from nemo_flashrl.config import load
 from nemo_flashrl.environments.environment import StepResult
-from nemo_flashrl.records import Sampling
+from nemo_flashrl.records import Batch, Sampling
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.from_config import moving_group_size, prompt_source
-from nemo_flashrl.rollout.prompts import PromptStream
+from nemo_flashrl.rollout.groups import Groups
+from nemo_flashrl.rollout.prompts import PromptGroupSizes, PromptSource, PromptStream
 
 
 def test_a_group_grows_above_the_threshold_and_shrinks_below() -> None:
@@ -96,6 +100,209 @@ def test_a_moving_group_size_is_refused_where_it_cannot_move() -> None:
     with pytest.raises(ValueError, match="group_size.every=5: flash_reinforce has no groups"):
         moving_group_size(config, 1)
     assert moving_group_size(config, 8).sizes == [4, 8, 16, 32]
+
+
+def per_prompt(lowest: int = 2, highest: int = 16, batch_size: int = 32) -> PromptGroupSizes:
+    return PromptGroupSizes(8, lowest=lowest, highest=highest, batch_size=batch_size)
+
+
+def test_group_sizes_follow_each_tasks_own_history_by_hand() -> None:
+    """Task 0 is always solved, task 1 now and then; B = 32."""
+    sizes, mixed = per_prompt(), [0.0] * 7 + [1.0]
+    begun = [[sizes.begin(prompt, prompt % 2) for prompt in range(4)]]  # nothing is known: 8, 8, 8 and 8 of 32
+    sizes.trained({0: [1.0] * 8, 1: mixed})
+    begun.append([sizes.begin(prompt, prompt % 2) for prompt in range(4, 7)])  # 4, 16, 4
+    sizes.trained({2: [1.0] * 8, 3: mixed})
+    assert sizes.begin(7, 1) == 8  # 16 are wanted, and 32 - 24 are left of the second 32
+    assert begun == [[8, 8, 8, 8], [4, 16, 4]]
+    sizes.trained({4: [1.0] * 4, 5: mixed * 2, 6: [0.0] * 4})
+    assert [sizes.begin(8, 0), sizes.begin(9, 1), sizes.begin(10, 5)] == [2, 16, 8]  # no fewer, no more; task 5 is new
+    sizes.dropped(9, [1.0] * 16, "too_old")  # what enters no batch is begun again, and is no history
+    assert [sizes.begin(11, 1), sizes.begin(12, 1)] == [16, 4]  # 4: 32 - 2 - 8 - 16 = 6 are left
+    sizes.dropped(12, [0.0] * 4, "tied")
+    assert sizes.begin(13, 1) == 4
+    other = per_prompt()
+    other.load_state_dict(sizes.state_dict())
+    assert [other.begin(0, 1), other.begin(1, 0), other.begin(2, 9)] == [8, 2, 8]  # task 1 was tied once since
+    narrow = per_prompt(lowest=4)
+    narrow.load_state_dict(sizes.state_dict())
+    assert narrow.begin(0, 0) == 8  # 2 is no size of this run
+    assert sizes.metrics([[1.0] * 2, mixed, [0.0] * 16, [1.0] * 4]) == {"tied_trajectories_saved": 6 - 8 + 4}
+    for state in ({}, GroupSize(8, every=2, threshold=0.3, batch_size=64).state_dict()):
+        other.load_state_dict(state)
+        assert other.state_dict() == {"tasks": []}
+    every = GroupSize(8, every=2, threshold=0.3, batch_size=64)
+    every.load_state_dict(sizes.state_dict())
+    assert every.value == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["group_size.min=1"], "group_size.min=1: must be at least 2"),
+        (["group_size.max=4", "group_size.min=8"], r"group_size.max=4: must be at least group_size.min \(8\), or 0"),
+        (["group_size.max=16", "group_size.every=5"], "group_size.max=16: group_size.every=5 sets one size for all"),
+        (["group_size.max=12"], r"group_size.max=12: must be group_size.min times a power of 2, .* \(2\) at least 2"),
+        (["group_size.max=64", "rollout.batch_size=96"], r"rollout.batch_size=96: must be a multiple of .* \(64\)"),
+        (["group_size.max=4"], "algorithm.settings.group_size=8: with group_size.min=2 .* must be one of 2, 4$"),
+    ],
+)
+def test_group_sizes_that_cannot_be_are_refused(settings: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match=told) as refused:
+        moving_group_size(load("rehearsal", ["output=x", "model.path=x", "algorithm=grpo", *settings]), 8)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_algorithm_without_groups_refuses_their_sizes() -> None:
+    config = load("rehearsal", ["output=x", "model.path=x", "group_size.max=16"])
+    with pytest.raises(ValueError, match="group_size.max=16: flash_reinforce has no groups; set 0"):
+        moving_group_size(config, 1)
+    assert moving_group_size(config, 8).sizes == [2, 4, 8, 16]
+
+
+def test_a_batch_takes_the_first_groups_that_make_it_up() -> None:
+    """Against all subsets: the first in order of those that hold exactly so many trajectories."""
+    rng, (one,) = np.random.default_rng(0), random_trajectories(1, 20)
+    for _ in range(200):
+        sizes = rng.choice([2, 4, 8], size=9).tolist()
+        groups = Groups()
+        for number, size in enumerate(sizes):
+            groups.append([replace(one, prompt_index=number)] * size)
+        count = int(rng.integers(1, sum(sizes) // 8 + 1)) * 8
+        fitting = [
+            chosen for length in range(10) for chosen in itertools.combinations(range(9), length)
+            if sum(sizes[i] for i in chosen) == count
+        ]  # fmt: skip
+        assert [group[0].prompt_index for group in groups.take(count)] == list(min(fitting))
+        assert [group[0].prompt_index for group in groups] == [i for i in range(9) if i not in min(fitting)]
+        assert groups.count == sum(sizes) - count
+    with pytest.raises(AssertionError, match="lacking"):
+        groups.take(1000)
+
+
+class Rated(ScriptedEnvironment):
+    """Tasks 0, 3, 6, ... are solved always, 1, 4, 7, ... never, the others in every second episode."""
+
+    episodes = itertools.count()
+    longest = 0.005  # seconds of an episode
+
+    async def reset(self, task: int) -> list:
+        number = next(self.episodes)
+        reward = [1.0, 0.0, float(number % 2)][task % 3]
+        self.results = [
+            number * 7919 % 11 / 10 * self.longest,
+            StepResult(reward=reward, done=True, success=reward > 0),
+        ]
+        return await super().reset(task)
+
+
+def played(source: Collector, steps: range, look: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
+    async def run() -> list[Batch]:
+        batches = []
+        for version in steps:
+            source._engine.version = version
+            batches.append(await asyncio.wait_for(source.collect(version), 60))
+            look(batches[-1])
+            source.trained(batches[-1])
+        await source.close()
+        return batches
+
+    return asyncio.run(run())
+
+
+def sizes_by_kind(batches: list[Batch], prompts: PromptStream) -> dict[int, list[int]]:
+    sizes: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for batch in batches:
+        for prompt, size in Counter(numbers(batch)).items():
+            sizes[prompts.task_index(prompt) % 3].append(size)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"max_in_flight": 32},
+        {"max_in_flight": 5},
+        {"max_in_flight": 32, "dynamic_sampling_max_groups": 3},
+        {"max_in_flight": 40, "streaming": True},
+        {"max_in_flight": 3, "streaming": True},
+        {"max_in_flight": 90, "streaming": True, "max_staleness": 1},
+        {"max_in_flight": 50, "streaming": True, "dynamic_sampling_max_groups": 2, "max_staleness": 2},
+    ],
+    ids=str,
+)
+def test_every_batch_holds_exactly_its_trajectories(mode: dict) -> None:
+    """Whole groups of different sizes, none lost and none left behind, in every mode."""
+    prompts, sizes = PromptStream(18, seed=1), per_prompt(batch_size=64)
+    source = collector(
+        ScriptedEngine(GET), lambda: Rated([]), prompts, range(18), batch_size=64, group_sizes=sizes, **mode
+    )
+    seen: Counter[int] = Counter()
+
+    def look(batch: Batch) -> None:
+        whole = Counter(numbers(batch))
+        assert len(batch.trajectories) == 64 and set(whole.values()) <= {2, 4, 8, 16}
+        assert not seen & whole  # a prompt is in one batch
+        seen.update(whole)
+        if not mode.get("streaming"):
+            assert batch.metrics["queue_depth"] == 0
+
+    batches = played(source, range(16), look)
+    state = source.state_dict()
+    dropped = sum(n for name, n in state["totals"].items() if name.startswith("trajectories_dropped"))
+    assert state["totals"]["trajectories_trained"] == 16 * 64 == seen.total()
+    unfinished = set(state["prompts"]["unfinished"])
+    assert bool(dropped) == ("dynamic_sampling_max_groups" in mode or "max_staleness" in mode)
+    if not mode.get("streaming"):
+        assert not unfinished
+    long_ago = max(prompt for batch in batches[:-4] for prompt in numbers(batch))
+    assert all(prompt > long_ago for prompt in unfinished)  # no group is passed over for long
+    last = sizes_by_kind(batches[8:], prompts)
+    assert np.mean(last[2]) > 10 > 3 > np.mean(last[0] + last[1])
+    assert sum(batch.metrics["tied_trajectories_saved"] for batch in batches[8:]) > 0
+
+
+def test_no_group_waits_for_long_where_a_batch_is_one_large_group() -> None:
+    """B = 16 = the largest size, streaming: a small group enters with others that make up what it lacks."""
+    source = collector(
+        ScriptedEngine(GET), lambda: Rated([]), PromptStream(18, seed=1), range(18), batch_size=16, max_in_flight=40,
+        streaming=True, group_sizes=per_prompt(batch_size=16),
+    )  # fmt: skip
+    ages = []
+
+    def look(batch: Batch) -> None:
+        assert len(batch.trajectories) == 16
+        ages.append(batch.metrics["staleness_max"])
+
+    played(source, range(60), look)
+    assert max(ages) <= 6  # the 40 in flight alone make 3 batches
+
+
+def test_group_sizes_go_on_from_a_checkpoint(monkeypatch) -> None:
+    """The batches after a resume are those of a run in one go, prompt for prompt, with a curriculum as well."""
+
+    def make(curriculum: bool) -> Collector:
+        prompts: PromptSource = PromptStream(12, seed=1)
+        if curriculum:
+            prompts = Curriculum([f"c{i % 3}" for i in range(12)], seed=1, adaptive_steps=99)
+        return collector(
+            ScriptedEngine(GET), lambda: Rated([]), prompts, range(12), batch_size=32, max_in_flight=7,
+            group_sizes=per_prompt(), dynamic_sampling_max_groups=1,
+        )  # fmt: skip
+
+    monkeypatch.setattr(Rated, "longest", 0.0)  # groups end in an order that no clock decides
+    for curriculum in (False, True):
+        Rated.episodes = itertools.count()
+        right = [numbers(batch) for batch in played(make(curriculum), range(14))]
+        Rated.episodes = itertools.count()
+        first = make(curriculum)
+        assert [numbers(batch) for batch in played(first, range(9))] == right[:9]
+        second = make(curriculum)
+        second.load_state_dict(first.state_dict())
+        assert [numbers(batch) for batch in played(second, range(9, 14))] == right[9:]
+        forgetful = make(curriculum)  # a history that is lost is seen
+        forgetful.load_state_dict({**first.state_dict(), "group_sizes": {}})
+        assert [numbers(batch) for batch in played(forgetful, range(9, 14))] != right[9:]
 
 
 def test_shares_follow_what_can_be_learnt() -> None:
