@@ -165,6 +165,10 @@ def check(config: RunConfig) -> None:
     _check_mode(config.rollout)
     _check_group_size(config)
     _check_credit(config)
+    if config.curriculum.mixture and not config.curriculum.classes:
+        raise ValueError(
+            f"curriculum.mixture={config.curriculum.mixture} needs curriculum.classes, the field of a task"
+        )
 
 
 def _check_mode(rollout: RolloutConfig) -> None:

@@ -21,7 +21,7 @@ from nemo_flashrl.metrics.step import group_metrics
 from nemo_flashrl.metrics.trajectory_log import readable, trajectory_row
 from nemo_flashrl.preflight.prepare import Parts, prepare
 from nemo_flashrl.records import Trajectory
-from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling, prompt_source
+from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling
 from nemo_flashrl.rollout.held_out import evaluate, pass_at_k
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.run.record import read_run
@@ -120,8 +120,7 @@ def group_findings(trajectories: Sequence[Trajectory]) -> list[str]:
 
 def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> list[Trajectory]:
     """Of the first prompts of the run, over as many epochs as they are, with the run's own sampling."""
-    source = prompt_source(config, parts.tasks)
-    tasks: list[Any] = [parts.tasks[source.next()[1]] for _ in range(prompts)]
+    tasks: list[Any] = [parts.tasks[parts.prompts.next()[1]] for _ in range(prompts)]
 
     async def play() -> list[Trajectory]:
         limits = episode_limits(config)

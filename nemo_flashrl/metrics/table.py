@@ -49,6 +49,7 @@ _LEARNING = (
     Metric("reward_histogram", "trajectories", "counts of rewards between edges"),
     Metric("success", "share", "trajectories that the environment calls solved"),
     Metric("evaluation_success", "share", "success on held-out tasks, on the steps that evaluate"),
+    Metric("evaluation_success_*", "share", "success on held-out tasks of that class (curriculum.classes)"),
     Metric("evaluation_environment_errors", "episodes", "on held-out tasks, ended by an environment error"),
     Metric("evaluation_*", "", "on held-out tasks: mean reward, and the share of tasks that one of k samples solves"),
     Metric("reference_evaluation_*", "", "the same for the reference policy"),

@@ -26,7 +26,8 @@ READ_ONLY_WITH = (  # a switch, the values that switch on, and the settings that
     ("reference.mode", "frozen or hard or ema", ("kl.estimator", "reference.evaluate")),
     ("reference.mode", "hard", ("reference.every",)),
     ("reference.mode", "ema", ("reference.beta",)),
-    ("curriculum.mode", "adaptive", tuple(f"curriculum.{name}" for name in ("classes", "share", "floor", "mixture"))),
+    ("curriculum.mode", "adaptive", ("curriculum.rule", "curriculum.share", "curriculum.floor")),
+    ("curriculum.rule", "threshold", ("curriculum.threshold",)),
     ("group_size.every", ABOVE_ZERO, ("group_size.threshold",)),
     ("lora.rank", ABOVE_ZERO, ("lora.alpha", "lora.targets")),
     ("value_head.learning_rate", ABOVE_ZERO, ("value_head.updates",)),
@@ -64,6 +65,7 @@ def changed_settings(config: RunConfig, algorithm: Algorithm) -> list[Changed]:
         ("normalisation", "algorithm.settings.normalisation", own, usual, _NORMALISATION),
         ("normalisation", "algorithm.settings.normalise", own, usual, _NORMALISATION),
         ("curriculum", "curriculum.mode", config.curriculum, plain.curriculum, _CURRICULUM),
+        ("curriculum", "curriculum.mixture", config.curriculum, plain.curriculum, _CURRICULUM),
     ]
     found = []
     for room, setting, values, defaults, touches in looked_at:
@@ -101,6 +103,10 @@ def settings_without_effect(config: RunConfig) -> list[str]:
             if _value(config, name) != _value(plain, name):
                 given = f"{name}={_value(config, name)}"
                 lines.append(f"{given} has no effect with {switch}={value}: set {switch} {needed}, or leave {name} out")
+    curriculum = config.curriculum
+    if curriculum.classes and curriculum.mode == "none" and not (curriculum.mixture or config.evaluation.every_steps):
+        given = f"curriculum.classes={curriculum.classes} has no effect with curriculum.mode=none"
+        lines.append(f"{given}: set curriculum.mode adaptive, a curriculum.mixture or evaluation.every_steps")
     if config.rollout.temperature_schedule and config.rollout.temperature != plain.rollout.temperature:
         given = f"rollout.temperature={config.rollout.temperature}"
         lines.append(f"{given} has no effect with rollout.temperature_schedule: leave one of them out")

@@ -26,7 +26,13 @@ from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
 from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise, warn_of_text
 from nemo_flashrl.preflight.tensors import check_tensors
-from nemo_flashrl.rollout.from_config import moving_group_size, prompt_source, temperature_schedule
+from nemo_flashrl.rollout.from_config import (
+    held_out_classes,
+    moving_group_size,
+    prompt_source,
+    temperature_schedule,
+)
+from nemo_flashrl.rollout.prompts import PromptSource
 from nemo_flashrl.run.folder import RunFolder, open_folder
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
 
@@ -44,6 +50,7 @@ class Parts:
     data_parallel: int
     folder: RunFolder | None = None  # None writes nothing and cannot be resumed
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
+    prompts: PromptSource | None = None  # in which order the tasks come
 
 
 def prepare(config: RunConfig, world_size: int) -> Parts:
@@ -77,10 +84,10 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     _check_evaluation(config)
     settings, tasks = check_environment(config, environment, tokenizer)
     warn_of_text(config, tokenizer)
-    if config.curriculum.mixture:  # its classes are the tasks'
-        prompt_source(config, tasks)
-    size = hf_config["vocab_size"]
-    return Parts(algorithm, environment, settings, tasks, tokenizer, size, data_parallel, folder, hf_config)
+    if config.evaluation.every_steps:
+        held_out_classes(config, environment)
+    prompts, size = prompt_source(config, tasks), hf_config["vocab_size"]
+    return Parts(algorithm, environment, settings, tasks, tokenizer, size, data_parallel, folder, hf_config, prompts)
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -102,14 +102,18 @@ def moving_group_size(config: RunConfig, group_size: int) -> GroupSize | None:
 
 
 def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
-    """Epochs over all tasks, or a curriculum."""
+    """Epochs over all tasks, a fixed mixture of their classes, or a curriculum."""
     curriculum, seed = config.curriculum, config.trainer.seed
-    if curriculum.mode == "none":
+    adaptive = curriculum.mode == "adaptive"
+    if not adaptive and not curriculum.mixture:
         return PromptStream(len(tasks), seed=seed)
+    steps = round(curriculum.share * config.trainer.steps / config.rollout.updates_per_batch)  # batches
     return Curriculum(
         classes_of(tasks, curriculum.classes),
         seed=seed,
-        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.updates_per_batch),  # batches
+        adaptive_steps=steps if adaptive else 0,
+        rule=curriculum.rule,
+        threshold=curriculum.threshold,
         floor=curriculum.floor,
         mixture=curriculum.mixture,
     )
@@ -134,6 +138,12 @@ def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]
     except ValueError as error:
         raise ValueError(f"evaluation.settings={asked.settings}: {error}") from error
     return settings, tasks
+
+
+def held_out_classes(config: RunConfig, environment: type) -> list[str]:
+    """The class of each held-out task, by `curriculum.classes`; none where it is empty. Raises as `classes_of`."""
+    name = config.curriculum.classes
+    return classes_of(held_out_tasks(config, environment)[1], name) if name else []
 
 
 def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:
