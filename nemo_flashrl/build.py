@@ -102,6 +102,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         seed=config.trainer.seed,
         temperature=setup.temperature_schedule(config),
         group_sizes=setup.moving_group_size(config, parts.algorithm.group_size),
+        novelty=parts.novelty,
     )
     return RolloutDriver(engine, collector, lag=rollout.lag, updates_per_batch=rollout.updates_per_batch)
 

@@ -32,7 +32,8 @@ from nemo_flashrl.config.overrides import (
 )
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
-PATHS = ("output", "model.path", "rollout.weights_folder")  # fields in which ~ is a home folder, as a shell has it
+# Fields in which ~ is a home folder, as a shell has it.
+PATHS = ("output", "model.path", "rollout.weights_folder", "length_penalty.novelty")
 
 
 def conf_folder() -> Path:

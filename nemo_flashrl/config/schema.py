@@ -205,6 +205,8 @@ class LengthPenaltyConfig:
 
     coefficient: float = within(0.0, 0)  # 0: none
     unit: str = one_of("tokens", "turns", "new_tokens")  # sampled tokens | actions | sampled tokens without repeats
+    novelty: str = "ngrams"  # what repeats: ngrams | sentences, by words | folder or dotted path of an embedder
+    similarity: float = within(0.9, ABOVE_ZERO, 1)  # embedder: cosine from which two sentences say the same
     limit: float = within(0.0, 0)  # in that unit; no penalty below
     decay_steps: int = within(0, 0)  # optimizer steps until the coefficient has decayed to 0; 0: constant
 

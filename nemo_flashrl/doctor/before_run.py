@@ -34,7 +34,7 @@ FOLLOWS_LENGTH = 0.5  # |correlation| from which a term pays for length
 ROW_LENGTHS = {
     "tokens": lambda row: row["action_tokens"],
     "turns": lambda row: row["turns"],
-    "new_tokens": lambda row: row["action_tokens"] * (1 - row["repeated_token_share"]),
+    "new_tokens": lambda row: row.get("new_tokens", row["action_tokens"] * (1 - row["repeated_token_share"])),
 }
 
 
@@ -140,7 +140,8 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
         finally:
             await engine.close()
 
-    return asyncio.run(play())
+    trajectories = asyncio.run(play())
+    return [parts.novelty.measured(t) for t in trajectories] if parts.novelty else trajectories
 
 
 def _text(title: str, table: str, found: list[str]) -> tuple[str, bool]:

@@ -80,6 +80,7 @@ _LENGTHS = (
     Metric("turns", "turns", "actions of an episode, mean"),
     Metric("trajectory_tokens", "tokens", "prompt, actions and observations, mean"),
     Metric("response_tokens", "tokens", "sampled by the policy, mean over trajectories"),
+    Metric("new_tokens", "tokens", "of these, those that repeat nothing; with length_penalty.unit=new_tokens"),
     Metric("response_tokens_max", "tokens", "sampled by the policy, of the longest trajectory"),
     Metric("length_trend", "", "response_tokens of the last 10 steps / of the first 10"),
     Metric("action_token_share", "share", "of all tokens, those that the policy sampled"),

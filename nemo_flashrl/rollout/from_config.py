@@ -13,6 +13,7 @@ from nemo_flashrl.batching.planner import usable_context
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.guard import task_at, tasks_of
+from nemo_flashrl.metrics.novelty import Novelty, load_novelty
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
@@ -117,6 +118,13 @@ def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
         floor=curriculum.floor,
         mixture=curriculum.mixture,
     )
+
+
+def novelty_of(config: RunConfig, tokenizer: Any) -> Novelty | None:
+    """What measures which tokens are new; None where nothing asks, or n-grams do. Raises as `load_novelty`."""
+    asked = config.length_penalty
+    wanted = asked.coefficient > 0 and asked.unit == "new_tokens"
+    return load_novelty(asked.novelty, asked.similarity, tokenizer) if wanted else None
 
 
 def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]]:

@@ -170,6 +170,12 @@ IDLE = {  # a setting -> what it is without
     "curriculum.threshold=0.1": (
         "curriculum.rule=variance: set curriculum.rule threshold, or leave curriculum.threshold out"
     ),
+    "length_penalty.novelty=sentences": (
+        "length_penalty.unit=tokens: set length_penalty.unit new_tokens, or leave length_penalty.novelty out"
+    ),
+    "length_penalty.similarity=0.8": (
+        "length_penalty.novelty=ngrams: set an embedder, or leave length_penalty.similarity out"
+    ),
     "curriculum.classes=hops": (
         "curriculum.mode=none: set curriculum.mode adaptive, a curriculum.mixture or evaluation.every_steps"
     ),
@@ -323,7 +329,8 @@ def test_each_class_of_tasks_is_told_of_in_a_run(warm_start, tmp_path) -> None:
         "rollout.batch_size=32", "environment.settings.num_tasks=90", "checkpoint.every_steps=0",
         "curriculum.mode=adaptive", "curriculum.rule=threshold", "curriculum.threshold=0.45", "curriculum.share=0.5",
         "curriculum.classes=hops", "curriculum.mixture={1: 1, 2: 1, 3: 2}", "evaluation.every_steps=2",
-        "evaluation.settings.seed=99", "evaluation.tasks=30",
+        "evaluation.settings.seed=99", "evaluation.tasks=30", "length_penalty.coefficient=0.01",
+        "length_penalty.limit=30", "length_penalty.unit=new_tokens", "length_penalty.novelty=sentences",
     )  # fmt: skip
     lines = list(read_json_lines(run / "metrics.jsonl"))
     share, success, held_out = (
@@ -340,6 +347,10 @@ def test_each_class_of_tasks_is_told_of_in_a_run(warm_start, tmp_path) -> None:
     for line, own in zip(lines[1::2], held_out[1::2], strict=True):
         mean = sum(counts[hops] * rate for hops, rate in zip((1, 2, 3), own, strict=True)) / 30
         assert mean == pytest.approx(line["evaluation_success"])
+    for line in lines:  # a `get` of the same key twice says nothing new
+        rows = [r for r in read_json_lines(run / "trajectories.jsonl") if r["step"] == line["step"]]
+        assert line["new_tokens"] == pytest.approx(sum(row["new_tokens"] for row in rows) / 32)
+        assert 0 < line["new_tokens"] < line["response_tokens"]
 
 
 def test_techniques_of_different_rooms_train_together(warm_start, tmp_path) -> None:
