@@ -207,10 +207,9 @@ def test_a_mixture_on_the_command_line_names_the_classes_of_the_tasks() -> None:
     """As docs/schedules.md has it; 1, 2 and 3 hops, the last drawn four times as often as the first."""
     page = (ROOT / "docs/schedules.md").read_text()
     words = next(line for line in page.splitlines() if "curriculum.mixture.1=" in line).split()
-    config = config_of(*words[words.index("curriculum.mode=adaptive") :], "environment.settings.num_tasks=50")
+    config = config_of(*words[words.index("curriculum.classes=hops") :], "environment.settings.num_tasks=50")
     settings = KeyValueStore.Settings(num_tasks=50)
     source = prompt_source(config, KeyValueStore.tasks(settings))
-    source.step = config.trainer.steps
     assert source.shares.tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7])
     config.curriculum.mixture["4"] = 1.0
     with pytest.raises(ValueError, match=r"curriculum.mixture names \['1', '2', '3', '4'\]: the tasks' classes are"):
