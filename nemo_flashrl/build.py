@@ -90,7 +90,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         lambda: parts.environment(parts.environment_settings),
         parts.tasks,
         parts.tokenizer,
-        setup.prompt_source(config, parts.tasks),
+        parts.prompts,
         limits,
         setup.episode_sampling(config, parts.tokenizer),
         batch_size=rollout.batch_size,
@@ -102,6 +102,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         seed=config.trainer.seed,
         temperature=setup.temperature_schedule(config),
         group_sizes=setup.moving_group_size(config, parts.algorithm.group_size),
+        novelty=parts.novelty,
     )
     return RolloutDriver(engine, collector, lag=rollout.lag, updates_per_batch=rollout.updates_per_batch)
 
@@ -175,9 +176,11 @@ def build_evaluation(config: RunConfig, parts: Parts, driver: Any, refit: Any, r
     if not asked.every_steps:
         return []
     play = setup.held_out(config, parts.environment, parts.tokenizer)
-    other = reference[0] if config.reference.evaluate else None
-    steps, samples = asked.every_steps, asked.samples
-    return [EvaluationCallback(driver, play, refit, every_steps=steps, samples=samples, reference=other)]
+    classes = setup.held_out_classes(config, parts.environment)
+    own = {"every_steps": asked.every_steps, "samples": asked.samples, "classes": classes}
+    return [
+        EvaluationCallback(driver, play, refit, **own, reference=reference[0] if config.reference.evaluate else None)
+    ]
 
 
 def build_reference(config: RunConfig, parts: Parts) -> list[Any]:

@@ -72,15 +72,24 @@ class Trajectory:
     turn_rewards: tuple[float, ...] = ()  # [turns], of each step, process rewards included
     turn_of_token: np.ndarray | None = None  # int32 [S], the turn of each action token; -1 elsewhere
     temperature: float | None = None  # that every action token was sampled at; None: the run's only one
+    repeats: np.ndarray | None = None  # bool [S], action tokens that say nothing new, see metrics/novelty.py
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.action_mask), len(self.behavior_logprobs), len(self.versions)}
-        lengths |= {len(self.turn_of_token)} if self.turn_of_token is not None else set()
+        lengths |= {len(values) for values in (self.turn_of_token, self.repeats) if values is not None}
         assert len(lengths) == 1, f"per-token fields disagree in length: {sorted(lengths)}"
 
     @property
     def action_count(self) -> int:
         return int(np.count_nonzero(self.action_mask))
+
+    @property
+    def turn_places(self) -> list[np.ndarray]:
+        """The places of each turn's action tokens."""
+        places = np.flatnonzero(self.action_mask)
+        if self.turn_of_token is None:  # a gap ends a turn
+            return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        return np.split(places, np.flatnonzero(np.diff(self.turn_of_token[places])) + 1)
 
     @property
     def segments(self) -> tuple[slice, ...]:

@@ -32,7 +32,8 @@ from nemo_flashrl.config.overrides import (
 )
 from nemo_flashrl.config.schema import RolloutConfig, RunConfig
 
-PATHS = ("output", "model.path", "rollout.weights_folder")  # fields in which ~ is a home folder, as a shell has it
+# Fields in which ~ is a home folder, as a shell has it.
+PATHS = ("output", "model.path", "rollout.weights_folder", "length_penalty.novelty")
 
 
 def conf_folder() -> Path:
@@ -178,6 +179,10 @@ def check(config: RunConfig) -> None:
     _check_mode(config.rollout)
     _check_group_size(config)
     _check_credit(config)
+    if config.curriculum.mixture and not config.curriculum.classes:
+        raise ValueError(
+            f"curriculum.mixture={config.curriculum.mixture} needs curriculum.classes, the field of a task"
+        )
 
 
 def _check_mode(rollout: RolloutConfig) -> None:

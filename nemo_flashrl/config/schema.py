@@ -139,10 +139,12 @@ class GroupSizeConfig:
 
 @dataclass
 class CurriculumConfig:
-    """Which tasks are sampled: epochs over all of them, or by the success rate of their class."""
+    """Which tasks are sampled: epochs over all of them, or by class: a fixed mixture, or one that follows success."""
 
-    mode: str = one_of("none", "adaptive")
+    mode: str = one_of("none", "adaptive")  # epochs, or `mixture` from the first step | by success, then `mixture`
     classes: str = ""  # field of a task with its class; empty: each task is its own class
+    rule: str = one_of("variance", "threshold")  # p (1 - p): medium success | max(0, threshold - p): low success
+    threshold: float = within(0.5, ABOVE_ZERO, 1 - 1e-6)  # success rate below which a class is sampled more
     share: float = within(0.4, 0, 1)  # share of the optimizer steps after which the mixture is fixed
     floor: float = within(0.2, 0, 1)  # least share of its mixture weight that a class keeps
     mixture: dict[str, float] = field(default_factory=dict)  # class: weight; empty: by the number of its tasks
@@ -188,9 +190,7 @@ class AdvantageConfig:
     clip: float | None = within(None, ABOVE_ZERO)  # clipped to [-clip, clip]; 3 is usual; None: not clipped
     turn_coefficient: float = within(0.0, 0, 1)  # weight of per-turn returns; 0: one advantage per trajectory
     turn_discount: float = within(1.0, 0, 1)  # discount of later turns' rewards in a turn's return
-    shaping: dict[str, float] = field(
-        default_factory=dict
-    )  # reward shaping, by the environment's term: coefficient; added last
+    shaping: dict[str, float] = field(default_factory=dict)  # by the environment's term: its coefficient; added last
 
 
 @dataclass
@@ -207,6 +207,8 @@ class LengthPenaltyConfig:
 
     coefficient: float = within(0.0, 0)  # 0: none
     unit: str = one_of("tokens", "turns", "new_tokens")  # sampled tokens | actions | sampled tokens without repeats
+    novelty: str = "ngrams"  # what repeats: ngrams | sentences, by words | folder or dotted path of an embedder
+    similarity: float = within(0.9, ABOVE_ZERO, 1)  # embedder: cosine from which two sentences say the same
     limit: float = within(0.0, 0)  # in that unit; no penalty below
     decay_steps: int = within(0, 0)  # optimizer steps until the coefficient has decayed to 0; 0: constant
 
@@ -217,9 +219,7 @@ class SelectionConfig:
 
     tokens: str = one_of("actions", "code")  # all sampled tokens | of these, those inside fenced code
     malformed: str = one_of("keep", "leave_out")  # trajectories with an action that the environment calls malformed
-    shaping_at_least: dict[str, float] = field(
-        default_factory=dict
-    )  # the environment's term: trajectories below it are left out
+    shaping_at_least: dict[str, float] = field(default_factory=dict)  # environment's term: what is below is left out
 
 
 @dataclass
@@ -227,9 +227,7 @@ class EvaluationConfig:
     """Evaluation on held-out tasks."""
 
     every_steps: int = within(0, 0)  # optimizer steps between two evaluations, and one after the last step; 0: never
-    settings: dict[str, Any] = field(
-        default_factory=dict
-    )  # on top of environment.settings: what selects the held-out tasks
+    settings: dict[str, Any] = field(default_factory=dict)  # over environment.settings: what selects held-out tasks
     tasks: int = within(64, 1)  # so many, the first ones
     samples: int = within(1, 1)  # episodes per task; above 1, pass@k is reported too
     temperature: float = within(1.0, 0, 100)  # 0: greedy

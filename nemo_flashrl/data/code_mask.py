@@ -39,7 +39,7 @@ class CodeMask:
     def __call__(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with a smaller action mask, perhaps an empty one."""
         mask = np.zeros_like(trajectory.action_mask)
-        for places in _turns(trajectory):
+        for places in trajectory.turn_places:
             mask[places] = code_tokens([self._piece(int(token)) for token in trajectory.token_ids[places]])
         return replace(trajectory, action_mask=mask)
 
@@ -65,11 +65,3 @@ def code_tokens(pieces: list[str]) -> np.ndarray:
             fence = len(opening[1])
         start = end
     return inside
-
-
-def _turns(trajectory: Trajectory) -> list[np.ndarray]:
-    """The places of each turn's action tokens."""
-    places = np.flatnonzero(trajectory.action_mask)
-    if trajectory.turn_of_token is None:  # a gap ends a turn
-        return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-    return np.split(places, np.flatnonzero(np.diff(trajectory.turn_of_token[places])) + 1)

@@ -42,7 +42,7 @@ def truncate(trajectory: Trajectory, length: int) -> Trajectory:
     if len(places) == len(trajectory.token_ids):
         return trajectory
     per_token = ["token_ids", "action_mask", "behavior_logprobs", "versions"]
-    per_token += ["turn_of_token"] if trajectory.turn_of_token is not None else []
+    per_token += [name for name in ("turn_of_token", "repeats") if getattr(trajectory, name) is not None]
     starts = np.cumsum([0, *(len(part) for part in kept[:-1])]).tolist()
     fields = {name: getattr(trajectory, name)[places] for name in per_token}
     return replace(trajectory, **fields, segment_starts=tuple(starts))

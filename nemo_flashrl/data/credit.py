@@ -15,13 +15,13 @@ from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.algorithms.length_penalty import LengthPenalty
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.data.code_mask import CodeMask
-from nemo_flashrl.metrics.repetition import repeated_tokens
+from nemo_flashrl.metrics.repetition import new_tokens
 from nemo_flashrl.records import Trajectory
 
 LENGTHS = {
     "tokens": lambda trajectory: trajectory.action_count,
     "turns": lambda trajectory: trajectory.turns,
-    "new_tokens": lambda trajectory: int((~repeated_tokens(trajectory.token_ids[trajectory.action_mask])).sum()),
+    "new_tokens": new_tokens,
 }
 
 
@@ -68,6 +68,8 @@ class TrajectoryCredit:
             penalties = self.length_penalty(lengths, step)
             shaping = shaping - penalties
             metrics["length_penalty"] = float(penalties.mean())
+            if self.length_unit == "new_tokens":
+                metrics["new_tokens"] = float(lengths.float().mean())
         if self.shaping or self.length_penalty:
             metrics["shaping"] = float(shaping.mean())
         reasons: dict[str, list[bool]] = {}

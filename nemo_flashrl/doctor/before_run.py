@@ -21,7 +21,7 @@ from nemo_flashrl.metrics.step import group_metrics
 from nemo_flashrl.metrics.trajectory_log import readable, trajectory_row
 from nemo_flashrl.preflight.prepare import Parts, prepare
 from nemo_flashrl.records import Trajectory
-from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling, prompt_source
+from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling
 from nemo_flashrl.rollout.held_out import evaluate, pass_at_k
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.run.record import read_run
@@ -34,7 +34,7 @@ FOLLOWS_LENGTH = 0.5  # |correlation| from which a term pays for length
 ROW_LENGTHS = {
     "tokens": lambda row: row["action_tokens"],
     "turns": lambda row: row["turns"],
-    "new_tokens": lambda row: row["action_tokens"] * (1 - row["repeated_token_share"]),
+    "new_tokens": lambda row: row.get("new_tokens", row["action_tokens"] * (1 - row["repeated_token_share"])),
 }
 
 
@@ -120,8 +120,7 @@ def group_findings(trajectories: Sequence[Trajectory]) -> list[str]:
 
 def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> list[Trajectory]:
     """Of the first prompts of the run, over as many epochs as they are, with the run's own sampling."""
-    source = prompt_source(config, parts.tasks)
-    tasks: list[Any] = [parts.tasks[source.next()[1]] for _ in range(prompts)]
+    tasks: list[Any] = [parts.tasks[parts.prompts.next()[1]] for _ in range(prompts)]
 
     async def play() -> list[Trajectory]:
         limits = episode_limits(config)
@@ -141,7 +140,8 @@ def _sample(config: RunConfig, parts: Parts, *, prompts: int, samples: int) -> l
         finally:
             await engine.close()
 
-    return asyncio.run(play())
+    trajectories = asyncio.run(play())
+    return [parts.novelty.measured(t) for t in trajectories] if parts.novelty else trajectories
 
 
 def _text(title: str, table: str, found: list[str]) -> tuple[str, bool]:

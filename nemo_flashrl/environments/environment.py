@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -54,11 +54,15 @@ class Environment(Protocol):
 
 
 class GeneratedTasks(Sequence[T], Generic[T]):
-    """`count` tasks; `make(index)` makes one each time it is asked for, and always the same one."""
+    """`count` tasks; `make(index)` makes one each time it is asked for, and always the same one.
 
-    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+    `fields`, name -> function of an index, tell a task's field without making the task.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], T], fields: Mapping[str, Callable[[int], Any]] = {}) -> None:
         self._count = count
         self._make = make
+        self.fields = fields
 
     def __len__(self) -> int:
         return self._count

@@ -22,11 +22,12 @@ except ModuleNotFoundError as error:
 
 @dataclass(frozen=True)
 class Settings:
-    """Which generator; `(seed, i)` fixes question i."""
+    """Which generators; `(seed, i)` fixes question i."""
 
     dataset: str = "chain_sum"  # a name of reasoning_gym.factory.DATASETS
     options: dict[str, Any] = field(default_factory=dict)  # options of that generator, such as min_terms
-    num_tasks: int = 10_000
+    datasets: dict[str, Any] = field(default_factory=dict)  # several in place of `dataset`: name -> its options
+    num_tasks: int = 10_000  # of all generators together, one after the other in turn
     seed: int = 0
     instruction: str = "Think step by step, then give the final answer alone in <answer> </answer> tags."
     solved_at: float = 1.0  # the score from which a task counts as solved
@@ -39,6 +40,11 @@ class Task:
     question: str
     index: int
     source: tuple[str, str, int, int]  # dataset, options as JSON, size, seed
+
+    @property
+    def dataset(self) -> str:
+        """The generator's name, the task's class."""
+        return self.source[0]
 
 
 @functools.cache
@@ -63,14 +69,34 @@ def make_tasks(settings: Settings) -> Sequence[Task]:
     """All questions of `settings`, each made when it is asked for.
 
     Raises:
-        ValueError: no such generator, or options that it does not take.
+        ValueError: no such generator, options that it does not take, or fewer tasks than generators.
     """
-    source = settings.dataset, json.dumps(settings.options), settings.num_tasks, settings.seed
-    try:
-        dataset = _dataset(*source)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ValueError(f"environment.settings of reasoning_gym, {settings.dataset!r}: {error}") from error
-    return GeneratedTasks(len(dataset), lambda index: Task(dataset[index]["question"], index, source))
+    chosen = settings.datasets or {settings.dataset: settings.options}
+    if settings.datasets and settings.options:
+        raise ValueError(
+            f"environment.settings.options={settings.options}: options of one generator beside datasets="
+            f"{settings.datasets}; give each its own there, datasets.{next(iter(settings.datasets))}={{...}}"
+        )
+    if settings.num_tasks < len(chosen):
+        raise ValueError(f"environment.settings.num_tasks={settings.num_tasks}: fewer than the {len(chosen)} datasets")
+    sources = [
+        (name, json.dumps(options or {}), -(-(settings.num_tasks - turn) // len(chosen)), settings.seed)
+        for turn, (name, options) in enumerate(chosen.items())
+    ]
+    for source in sources:
+        given = settings.datasets.get(source[0])
+        if not (given is None or isinstance(given, dict)):
+            raise ValueError(f"environment.settings.datasets, {source[0]!r}: its options are {given}, not a mapping")
+        try:
+            _dataset(*source)
+        except (ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"environment.settings of reasoning_gym, {source[0]!r}: {error}") from error
+
+    def make(index: int) -> Task:
+        place, source = index // len(sources), sources[index % len(sources)]
+        return Task(_dataset(*source)[place]["question"], place, source)
+
+    return GeneratedTasks(settings.num_tasks, make, {"dataset": lambda index: sources[index % len(sources)][0]})
 
 
 class ReasoningGym:

@@ -27,17 +27,19 @@ class Settings:
     path: str | None = field(default=None, metadata={"path": True})  # JSONL file; None: generated arithmetic
     question_field: str = "question"
     answer_field: str = "answer"
+    level_field: str | None = None  # of the file: each question's class, `level` of a task; None: it has none
     instruction: str = "Think step by step, then give the final answer in \\boxed{}."
     num_tasks: int = 10_000  # of generated arithmetic
     terms: int = 3
+    levels: list[int] = field(default_factory=list)  # in place of `terms`: task i has the i-th, in turn; its `level`
     largest: int = 99
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_tasks < 1 or self.terms < 2 or self.largest < 1:
+        if self.num_tasks < 1 or min([self.terms, *self.levels]) < 2 or self.largest < 1:
             raise ValueError(
-                f"verifiable_math: num_tasks={self.num_tasks} must be at least 1, terms={self.terms} at least 2, "
-                f"largest={self.largest} at least 1"
+                f"verifiable_math: num_tasks={self.num_tasks} must be at least 1, terms={self.terms} and all of "
+                f"levels={self.levels} at least 2, largest={self.largest} at least 1"
             )
 
 
@@ -47,13 +49,15 @@ class Task:
 
     question: str
     answer: str
+    level: str | None = None  # its class: of a file's `level_field`; the number of terms of generated arithmetic
 
 
 def make_task(settings: Settings, index: int) -> Task:
     """Sums and products; `(settings.seed, index)` fixes them."""
     random = np.random.default_rng([settings.seed, index])
-    numbers = random.integers(1, settings.largest + 1, settings.terms).tolist()
-    signs = random.integers(0, len(_SIGNS), settings.terms - 1).tolist()
+    terms = _terms(settings, index)
+    numbers = random.integers(1, settings.largest + 1, terms).tolist()
+    signs = random.integers(0, len(_SIGNS), terms - 1).tolist()
     text = str(numbers[0]) + "".join(f" {_SIGNS[s]} {n}" for s, n in zip(signs, numbers[1:], strict=True))
     products = [numbers[0]]
     for sign, number in zip(signs, numbers[1:], strict=True):
@@ -61,7 +65,11 @@ def make_task(settings: Settings, index: int) -> Task:
             products[-1] *= number
         else:
             products.append(number if _SIGNS[sign] == "+" else -number)
-    return Task(f"What is {text}?", str(sum(products)))
+    return Task(f"What is {text}?", str(sum(products)), str(terms))
+
+
+def _terms(settings: Settings, index: int) -> int:
+    return settings.levels[index % len(settings.levels)] if settings.levels else settings.terms
 
 
 def read_tasks(settings: Settings) -> list[Task]:
@@ -80,11 +88,13 @@ def read_tasks(settings: Settings) -> list[Task]:
         try:
             # Numbers stay as they are written: Python's floats would turn 0.00001 into 1e-05 and round long decimals.
             record = json.loads(line, parse_float=str, parse_int=str)
-            tasks.append(Task(_text(record, settings.question_field), _answer(record, settings.answer_field)))
+            level = None if settings.level_field is None else _text(record, settings.level_field)
+            tasks.append(Task(_text(record, settings.question_field), _answer(record, settings.answer_field), level))
         except (ValueError, KeyError, TypeError) as error:
+            names = [settings.question_field, settings.answer_field, settings.level_field]
+            needed = " and ".join(repr(name) for name in names if name is not None)
             raise ValueError(
-                f"{path}:{number}: a JSON object with {settings.question_field!r} and {settings.answer_field!r} is "
-                f"needed ({type(error).__name__}: {error})"
+                f"{path}:{number}: a JSON object with {needed} is needed ({type(error).__name__}: {error})"
             ) from error
     return tasks
 
@@ -116,7 +126,8 @@ class VerifiableMath:
     def tasks(cls, settings: Settings) -> Sequence[Task]:
         if settings.path:
             return read_tasks(settings)
-        return GeneratedTasks(settings.num_tasks, functools.partial(make_task, settings))
+        fields = {"level": functools.partial(_terms, settings)}
+        return GeneratedTasks(settings.num_tasks, functools.partial(make_task, settings), fields)
 
     async def reset(self, task: Task) -> list[Message]:
         self._task = task

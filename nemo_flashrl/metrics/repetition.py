@@ -35,6 +35,13 @@ def repeated_tokens(tokens: np.ndarray, ngram: int = NGRAM) -> np.ndarray:
     return covered.cumsum()[:-1] > 0
 
 
+def new_tokens(trajectory: Trajectory) -> int:
+    """Action tokens that say something new: by the trajectory's `repeats` where they were measured, else by n-grams."""
+    if trajectory.repeats is not None:
+        return int((trajectory.action_mask & ~trajectory.repeats).sum())
+    return int((~repeated_tokens(trajectory.token_ids[trajectory.action_mask])).sum())
+
+
 def repeated_token_share(trajectory: Trajectory, ngram: int = NGRAM) -> float:
     """Share of the action tokens that lie in an n-gram of action tokens that the trajectory has had before.
 

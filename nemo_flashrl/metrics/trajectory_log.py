@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_flashrl.metrics.repetition import repeated_token_share
+from nemo_flashrl.metrics.repetition import new_tokens, repeated_token_share
 from nemo_flashrl.records import Trajectory
 
 PROMPT, ACTION, OBSERVATION = "prompt", "action", "observation"
@@ -28,6 +28,7 @@ def trajectory_row(trajectory: Trajectory, step: int, policy_version: int, advan
         "action_tokens": trajectory.action_count,
         "end_reason": trajectory.end_reason,
         "repeated_token_share": round(repeated_token_share(trajectory), 4),
+        **({} if trajectory.repeats is None else {"new_tokens": new_tokens(trajectory)}),
         "staleness": policy_version - trajectory.oldest_version,
         "shaping": trajectory.shaping,
         "malformed": trajectory.malformed,

@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_flashrl.algorithms.algorithm import Algorithm
 from nemo_flashrl.config import RunConfig
+from nemo_flashrl.metrics.novelty import NGRAMS, SENTENCES
 
 _GROUP = "noise of the group's mean and std (1 / sqrt G), share of tied groups, prompts of a batch"
 _TEMPERATURE = "spread of rewards inside a group, entropy, log-probs and ratios"
@@ -26,13 +27,15 @@ READ_ONLY_WITH = (  # a switch, the values that switch on, and the settings that
     ("reference.mode", "frozen or hard or ema", ("kl.estimator", "reference.evaluate")),
     ("reference.mode", "hard", ("reference.every",)),
     ("reference.mode", "ema", ("reference.beta",)),
-    ("curriculum.mode", "adaptive", tuple(f"curriculum.{name}" for name in ("classes", "share", "floor", "mixture"))),
+    ("curriculum.mode", "adaptive", ("curriculum.rule", "curriculum.share", "curriculum.floor")),
+    ("curriculum.rule", "threshold", ("curriculum.threshold",)),
     ("group_size.every", ABOVE_ZERO, ("group_size.threshold",)),
     ("group_size.max", ABOVE_ZERO, ("group_size.min",)),
     ("lora.rank", ABOVE_ZERO, ("lora.alpha", "lora.targets")),
     ("value_head.learning_rate", ABOVE_ZERO, ("value_head.updates",)),
     # Its limit may stand ready, as conf/budget/1000h.yaml has it.
     ("length_penalty.coefficient", ABOVE_ZERO, ("length_penalty.unit", "length_penalty.decay_steps")),
+    ("length_penalty.unit", "new_tokens", ("length_penalty.novelty",)),
     ("evaluation.every_steps", ABOVE_ZERO, ("evaluation.tasks", "evaluation.samples", "evaluation.temperature")),
 )
 
@@ -66,6 +69,7 @@ def changed_settings(config: RunConfig, algorithm: Algorithm) -> list[Changed]:
         ("normalisation", "algorithm.settings.normalisation", own, usual, _NORMALISATION),
         ("normalisation", "algorithm.settings.normalise", own, usual, _NORMALISATION),
         ("curriculum", "curriculum.mode", config.curriculum, plain.curriculum, _CURRICULUM),
+        ("curriculum", "curriculum.mixture", config.curriculum, plain.curriculum, _CURRICULUM),
     ]
     found = []
     for room, setting, values, defaults, touches in looked_at:
@@ -103,6 +107,15 @@ def settings_without_effect(config: RunConfig) -> list[str]:
             if _value(config, name) != _value(plain, name):
                 given = f"{name}={_value(config, name)}"
                 lines.append(f"{given} has no effect with {switch}={value}: set {switch} {needed}, or leave {name} out")
+    if (novelty := config.length_penalty.novelty) in (NGRAMS, SENTENCES):
+        similarity = config.length_penalty.similarity
+        if similarity != plain.length_penalty.similarity:
+            given = f"length_penalty.similarity={similarity} has no effect with length_penalty.novelty={novelty}"
+            lines.append(f"{given}: set an embedder, or leave length_penalty.similarity out")
+    curriculum = config.curriculum
+    if curriculum.classes and curriculum.mode == "none" and not (curriculum.mixture or config.evaluation.every_steps):
+        given = f"curriculum.classes={curriculum.classes} has no effect with curriculum.mode=none"
+        lines.append(f"{given}: set curriculum.mode adaptive, a curriculum.mixture or evaluation.every_steps")
     if config.rollout.temperature_schedule and config.rollout.temperature != plain.rollout.temperature:
         given = f"rollout.temperature={config.rollout.temperature}"
         lines.append(f"{given} has no effect with rollout.temperature_schedule: leave one of them out")

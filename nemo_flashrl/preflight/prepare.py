@@ -22,11 +22,19 @@ from nemo_flashrl.algorithms.kl import WithKl
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.vllm import MAX_TEMPERATURE as VLLM_MAX_TEMPERATURE
 from nemo_flashrl.environments.guard import in_words, raised_at
+from nemo_flashrl.metrics.novelty import Novelty
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
 from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise, warn_of_text
 from nemo_flashrl.preflight.tensors import check_tensors
-from nemo_flashrl.rollout.from_config import moving_group_size, prompt_source, temperature_schedule
+from nemo_flashrl.rollout.from_config import (
+    held_out_classes,
+    moving_group_size,
+    novelty_of,
+    prompt_source,
+    temperature_schedule,
+)
+from nemo_flashrl.rollout.prompts import PromptSource
 from nemo_flashrl.run.folder import RunFolder, open_folder
 from nemo_flashrl.weight_sync.hf_reader import HfTensors
 
@@ -44,6 +52,8 @@ class Parts:
     data_parallel: int
     folder: RunFolder | None = None  # None writes nothing and cannot be resumed
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
+    prompts: PromptSource | None = None  # in which order the tasks come
+    novelty: Novelty | None = None  # measures which tokens are new, on the first process; None: n-grams do
 
 
 def prepare(config: RunConfig, world_size: int) -> Parts:
@@ -75,12 +85,17 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
         _load(load_function, config.rollout.summarizer, "rollout.summarizer")
     environment = _load(environments.load, config.environment.name, "environment.name")
     _check_evaluation(config)
+    novelty = None
+    if os.environ.get("RANK", "0") == "0":  # it alone samples
+        name = config.length_penalty.novelty
+        novelty = _load(lambda _: novelty_of(config, tokenizer), name, "length_penalty.novelty")
     settings, tasks = check_environment(config, environment, tokenizer)
     warn_of_text(config, tokenizer)
-    if config.curriculum.mixture:  # its classes are the tasks'
-        prompt_source(config, tasks)
-    size = hf_config["vocab_size"]
-    return Parts(algorithm, environment, settings, tasks, tokenizer, size, data_parallel, folder, hf_config)
+    if config.evaluation.every_steps:
+        held_out_classes(config, environment)
+    prompts, size = prompt_source(config, tasks), hf_config["vocab_size"]
+    own = (folder, hf_config, prompts, novelty)
+    return Parts(algorithm, environment, settings, tasks, tokenizer, size, data_parallel, *own)
 
 
 def _check_evaluation(config: RunConfig) -> None:

@@ -9,7 +9,8 @@ const SECTIONS = [
   ["Learning", "The band is min to max over seeds. Reward rising without success: read trajectories.", [
     { title: "Reward", of: ["reward_mean"] }, { title: "Success", of: ["success", "evaluation_success"], from: 0 },
     { title: "Reward std", of: ["reward_std", "group_reward_std"], from: 0 }, { heat: "reward_histogram", title: "Reward histogram" },
-    { title: "Advantage std", of: ["advantage_std", "group_advantage_std"], from: 0 }, { title: "Tied groups (zero variance)", of: ["tied_groups"], from: 0 }]],
+    { title: "Advantage std", of: ["advantage_std", "group_advantage_std"], from: 0 }, { title: "Tied groups (zero variance)", of: ["tied_groups"], from: 0 },
+    { title: "Held-out success by class", prefix: "evaluation_success_", from: 0 }, { title: "Task classes: share", prefix: "curriculum_share_", from: 0 }]],
   ["Lengths and turns", "Length that grows with the reward may be skill or filler; repetition tells them apart.", [
     { title: "Response length", of: ["response_tokens", "response_tokens_max"], from: 0 }, { title: "Turns", of: ["turns"], from: 0 },
     { title: "Repeated tokens", of: ["repeated_token_share"], from: 0 }, { title: "Unique samples in groups", of: ["unique_sample_share"], from: 0, limits: [0.6] },

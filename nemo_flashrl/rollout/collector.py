@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,8 +66,10 @@ class Collector:
         seed: int = 0,
         temperature: Callable[[int], float] | None = None,
         group_sizes: FixedGroupSize | None = None,
+        novelty: Callable[[Trajectory], Awaitable[Trajectory]] | None = None,
     ) -> None:
-        """`temperature` (of the policy version) goes before that of `sampling`, `group_sizes` before `group_size`.
+        """`temperature` (of the policy version) goes before that of `sampling`, `group_sizes` before `group_size`;
+        `novelty` marks what a trajectory repeats.
 
         Left out, `prompts` are epochs over `tasks` in an order fixed by `seed`, `sampling` ends an action at the
         tokenizer's and the chat template's end tokens, and `max_in_flight` is `batch_size`.
@@ -87,7 +89,7 @@ class Collector:
         self.sampling = Sampling(stop_token_ids=tuple(ends)) if sampling is None else sampling
         self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
         self._prompts = PromptStream(len(tasks), seed=seed) if prompts is None else prompts
-        self._temperature, self._batch_size = temperature, batch_size
+        self._temperature, self._novelty, self._batch_size = temperature, novelty, batch_size
         self._sizes = FixedGroupSize(group_size) if group_sizes is None else group_sizes
         self._max_in_flight, self._streaming = max_in_flight, streaming
         self._max_staleness, self._seed = max_staleness, seed
@@ -267,6 +269,8 @@ class Collector:
             sample=sample,
             seed=self._seed,
         )
+        if self._novelty is not None:
+            trajectory = await self._novelty(trajectory)
         if backoff := self._failing.backoff(trajectory):
             await asyncio.sleep(backoff)
         self._sampled += trajectory.action_count

@@ -1,36 +1,52 @@
-"""A prompt source that asks more often for what is neither solved nor hopeless, for the first part of a run.
+"""A prompt source that mixes classes of tasks; for the first part of a run it may follow how well each is solved.
 
 Each prompt is drawn: first a class of tasks by its share, then the next task of that class in a seeded order that
 begins again when the class is through. So there is no epoch over all tasks; a prompt index still stands for one task,
 and those that were unfinished in a checkpoint come first after a resume, with the same task.
 
     p_c = (solved + 1) / (played + 2)         of the class, counts fading by DECAY with each prompt of it
-    share_c = floor * m_c + (1 - floor) * m_c p_c (1 - p_c) / sum_k m_k p_k (1 - p_k)
+    share_c = floor * m_c + (1 - floor) * m_c w_c / sum_k m_k w_k
+
+    variance     w_c = p_c (1 - p_c)             what is neither solved nor hopeless comes more often
+    threshold    w_c = max(0, threshold - p_c)   what is solved less often than that does, the further below the more
 
 p (1 - p) is the variance of a reward of 0 or 1: what a group of rollouts can learn from (Foster and Foerster 2025). m
-is the fixed mixture, all there is after the first part; the floor keeps every class in play, so that easy tasks cannot
-crowd out hard ones.
+is the fixed mixture, all there is after the first part, or where every class has reached the threshold; the floor keeps
+every class in play, so that easy tasks cannot crowd out hard ones, nor hopeless ones the others.
+
+Three classes of equal m with p = .8, .5 and .1, floor .1, threshold .6:
+
+    variance     w = .16, .25, .09 (sum .5)      shares 1/30 + .9 (.32, .5, .18)  = .321, .483, .195
+    threshold    w = 0, .1, .5 (sum .6)          shares 1/30 + .9 (0, 1/6, 5/6)   = .033, .183, .783
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from nemo_flashrl.environments.environment import GeneratedTasks
+from nemo_flashrl.environments.guard import task_at
+
 DECAY = 0.9
 NAMED_CLASSES = 16  # of more, metrics do not tell each one's share
+RULES: Mapping[str, Callable[[np.ndarray, float], np.ndarray]] = {  # (p, threshold) -> w
+    "variance": lambda success, _: success * (1 - success),
+    "threshold": lambda success, threshold: np.maximum(threshold - success, 0.0),
+}
 
 
 class Curriculum:
-    """Draws tasks by the success of their class; see `PromptStream` for what its methods have in common.
+    """Draws tasks by their class; see `PromptStream` for what its methods have in common.
 
     Args:
         classes: the class of each task, a name; tasks without a class of their own are given different names.
         seed: of the draws and of the order inside a class.
-        adaptive_steps: batches trained before the mixture is fixed.
+        adaptive_steps: batches trained before the mixture is fixed; 0: it is from the start.
+        rule, threshold: how success changes shares, see above; the threshold is a success, between 0 and 1.
         floor: share of its mixture that a class keeps whatever its success is, 0 to 1.
         mixture: class -> weight; the number of its tasks where it is empty.
 
@@ -44,6 +60,8 @@ class Curriculum:
         seed: int = 0,
         *,
         adaptive_steps: int,
+        rule: str = "variance",
+        threshold: float = 0.5,
         floor: float = 0.2,
         mixture: Mapping[str, float] | None = None,
     ) -> None:
@@ -54,6 +72,7 @@ class Curriculum:
         self._members = np.split(np.argsort(self._class_of_task, kind="stable"), np.cumsum(sizes)[:-1])
         self._mixture = self._fixed_mixture(sizes, mixture or {})
         self._seed, self._adaptive_steps, self._floor = seed, adaptive_steps, floor
+        self._weigh, self._threshold = RULES[rule], threshold
         self.step = 0  # batches trained
         self._solved, self._played = np.zeros(len(sizes)), np.zeros(len(sizes))
         self._cursors = np.zeros(len(sizes), dtype=np.int64)  # tasks of the class handed out so far
@@ -81,7 +100,9 @@ class Curriculum:
         """How likely each class is to be drawn next, float64 [classes]; they add up to 1."""
         if self.step >= self._adaptive_steps:
             return self._mixture
-        wanted = self._mixture * self.success * (1 - self.success)
+        wanted = self._mixture * self._weigh(self.success, self._threshold)
+        if not wanted.any():
+            return self._mixture
         return self._floor * self._mixture + (1 - self._floor) * wanted / wanted.sum()
 
     def next(self) -> tuple[int, int]:
@@ -154,7 +175,8 @@ class Curriculum:
             if state[name] != own:
                 raise ValueError(f"curriculum: the saved state has {name}={state[name]}, this run has {own}")
         if "classes" not in state:
-            raise ValueError("curriculum.mode=adaptive: the checkpoint is of a run with mode=none; set it back")
+            setting, back = ("mode=adaptive", "set it back") if self._adaptive_steps else ("mixture", "leave it out")
+            raise ValueError(f"curriculum.{setting}: the checkpoint is of a run with mode=none; {back}")
         self._position, self.step = int(state["position"]), int(state["step"])
         self._unfinished = {int(prompt): int(task) for prompt, task in state["unfinished"]}
         self._again = deque(sorted(self._unfinished))
@@ -163,18 +185,22 @@ class Curriculum:
 
 
 def classes_of(tasks: Sequence[Any], name: str) -> list[str]:
-    """Each task's field (or key) `name` as text; with no name each task is a class of its own. Reads every task.
+    """Each task's field (or key) `name` as text; with no name each task is a class of its own.
+
+    Makes every task, but where `GeneratedTasks` know the field without.
 
     Raises:
-        ValueError: a task has no such field.
+        ValueError: a task has no such field, or None in it.
     """
     if not name:
         return [f"{index:09d}" for index in range(len(tasks))]
+    if isinstance(tasks, GeneratedTasks) and name in tasks.fields:
+        return [str(tasks.fields[name](index)) for index in range(len(tasks))]
     found = []
     for index in range(len(tasks)):
-        task = tasks[index]
+        task = task_at(tasks, index)
         value = task.get(name) if isinstance(task, Mapping) else getattr(task, name, None)
         if value is None:
-            raise ValueError(f"curriculum.classes={name!r}: task {index} has no field of that name")
+            raise ValueError(f"curriculum.classes={name!r}: task {index} has no field of that name, or None in it")
         found.append(str(value))
     return found

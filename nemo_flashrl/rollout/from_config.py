@@ -13,6 +13,7 @@ from nemo_flashrl.batching.planner import usable_context
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.guard import task_at, tasks_of
+from nemo_flashrl.metrics.novelty import Novelty, load_novelty
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
@@ -105,17 +106,28 @@ def moving_group_size(config: RunConfig, group_size: int) -> FixedGroupSize | No
 
 
 def prompt_source(config: RunConfig, tasks: Sequence[Any]) -> PromptSource:
-    """Epochs over all tasks, or a curriculum."""
+    """Epochs over all tasks, a fixed mixture of their classes, or a curriculum."""
     curriculum, seed = config.curriculum, config.trainer.seed
-    if curriculum.mode == "none":
+    adaptive = curriculum.mode == "adaptive"
+    if not adaptive and not curriculum.mixture:
         return PromptStream(len(tasks), seed=seed)
+    steps = round(curriculum.share * config.trainer.steps / config.rollout.updates_per_batch)  # batches
     return Curriculum(
         classes_of(tasks, curriculum.classes),
         seed=seed,
-        adaptive_steps=round(curriculum.share * config.trainer.steps / config.rollout.updates_per_batch),  # batches
+        adaptive_steps=steps if adaptive else 0,
+        rule=curriculum.rule,
+        threshold=curriculum.threshold,
         floor=curriculum.floor,
         mixture=curriculum.mixture,
     )
+
+
+def novelty_of(config: RunConfig, tokenizer: Any) -> Novelty | None:
+    """What measures which tokens are new; None where nothing asks, or n-grams do. Raises as `load_novelty`."""
+    asked = config.length_penalty
+    wanted = asked.coefficient > 0 and asked.unit == "new_tokens"
+    return load_novelty(asked.novelty, asked.similarity, tokenizer) if wanted else None
 
 
 def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]]:
@@ -137,6 +149,12 @@ def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]
     except ValueError as error:
         raise ValueError(f"evaluation.settings={asked.settings}: {error}") from error
     return settings, tasks
+
+
+def held_out_classes(config: RunConfig, environment: type) -> list[str]:
+    """The class of each held-out task, by `curriculum.classes`; none where it is empty. Raises as `classes_of`."""
+    name = config.curriculum.classes
+    return classes_of(held_out_tasks(config, environment)[1], name) if name else []
 
 
 def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:

@@ -63,6 +63,14 @@ def success_rate(trajectories: Sequence[Trajectory]) -> float:
     return sum(not t.failed for t in trajectories) / len(trajectories)
 
 
+def success_by_class(trajectories: Sequence[Trajectory], classes: Sequence[str]) -> dict[str, float]:
+    """`success_rate` of each class's episodes; `classes` are those of the tasks that `prompt_index` counts."""
+    played: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        played.setdefault(classes[trajectory.prompt_index], []).append(trajectory)
+    return {name: success_rate(played[name]) for name in sorted(played)}
+
+
 def pass_at_k(trajectories: Sequence[Trajectory], k: int) -> float:
     """How likely one of k samples of a task solves it, mean over tasks.
 

@@ -112,7 +112,9 @@ class PromptStream:
             ValueError: it belongs to another number of tasks or another seed, whose prompt indices mean other tasks.
         """
         if "classes" in state:
-            raise ValueError("curriculum.mode=none: the checkpoint is of a run with a curriculum; set it back")
+            raise ValueError(
+                "curriculum.mode=none: the checkpoint is of a run with a curriculum or mixture; set it back"
+            )
         for name, own in (("num_tasks", self._num_tasks), ("seed", self._seed)):
             if state[name] != own:
                 raise ValueError(

@@ -155,6 +155,19 @@ def test_lengths_by_unit() -> None:
     assert PLAIN.outcomes([trajectory], [trajectory], step=0)[0].shaping.tolist() == [0]
 
 
+def test_new_tokens_are_those_that_were_measured() -> None:
+    """Of 24 bytes 18 were marked as repeats, whatever n-grams make of them: 6, three times the limit."""
+    trajectory = of_tokens("abcdefghijkl", "abcdefghijkl")
+    repeats = np.zeros(len(trajectory.token_ids), dtype=bool)
+    repeats[np.flatnonzero(trajectory.action_mask)[:18]] = True
+    credit = TrajectoryCredit(length_penalty=LengthPenalty(0.5, limit=2), length_unit="new_tokens")
+    for repeated, new in ((repeats, 6), (None, 12)):
+        own = replace(trajectory, repeats=repeated)
+        outcomes, metrics = credit.outcomes([own], [own], step=0)
+        assert outcomes.shaping.tolist() == [-0.5 * (new / 2 - 1)]
+        assert metrics["new_tokens"] == new
+
+
 def test_the_penalty_decays_with_the_steps_of_the_run() -> None:
     trajectory = of_tokens("abcdefghijkl")
     credit = TrajectoryCredit(length_penalty=LengthPenalty(1.0, limit=6, decay_steps=4))

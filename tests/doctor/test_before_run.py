@@ -50,6 +50,8 @@ def test_terms_count_as_in_the_first_step() -> None:
     }
     new = config_of("length_penalty.coefficient=1", "length_penalty.limit=10", "length_penalty.unit=new_tokens")
     assert reward_terms([row(0, 40, share=0.5)], new)["length penalty"].tolist() == [-1.0]  # 20 new tokens
+    measured = row(0, 40, share=0.5) | {"new_tokens": 30}
+    assert reward_terms([measured], new)["length penalty"].tolist() == [-2.0]
 
 
 def test_outliers_by_hand() -> None:

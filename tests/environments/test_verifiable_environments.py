@@ -15,9 +15,11 @@ from nemo_flashrl import environments
 from nemo_flashrl.config import settings_of
 from nemo_flashrl.environments import answers as scoring
 from nemo_flashrl.environments.answers import as_number, boxed_answer, is_equal
+from nemo_flashrl.environments.python_tool import PythonTool
 from nemo_flashrl.environments.verifiable_math import Settings, VerifiableMath
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.curriculum import classes_of
 from nemo_flashrl.rollout.episode import Limits, run_episode
 
 
@@ -168,6 +170,19 @@ def test_made_up_arithmetic() -> None:
     assert len({task.question for task in tasks}) == 50
 
 
+def test_arithmetic_of_several_levels() -> None:
+    """Task i has the i-th level's number of terms, in turn, and its class is known without making it."""
+    settings = settings_of(VerifiableMath, {"levels": [2, 4, 6], "num_tasks": 9}, "environment")
+    tasks = VerifiableMath.tasks(settings)
+    levels = [str(sum(word.isdigit() for word in task.question.rstrip("?").split())) for task in tasks]
+    assert levels == ["2", "4", "6"] * 3 == [task.level for task in tasks] == classes_of(tasks, "level")
+    assert [task.level for task in VerifiableMath.tasks(Settings(num_tasks=2, terms=5))] == ["5", "5"]
+    questions = settings_of(PythonTool, {"questions": {"levels": [3, 8], "num_tasks": 4}}, "environment")
+    assert classes_of(PythonTool.tasks(questions), "level") == ["3", "8"] * 2
+    with pytest.raises(ValueError, match=r"terms=3 and all of levels=\[2, 1\] at least 2"):
+        Settings(levels=[2, 1])
+
+
 def test_an_episode_of_arithmetic() -> None:
     settings = settings_of(VerifiableMath, {"num_tasks": 5}, "environment")
     task = VerifiableMath.tasks(settings)[2]
@@ -197,6 +212,15 @@ def test_questions_from_a_file(tmp_path) -> None:
     assert play(VerifiableMath(settings), tasks[1], "\\boxed{0.5}").reward == 0.0
     with pytest.raises(ValueError, match=r"set.jsonl:1: a JSON object with 'question' and 'solution' is needed"):
         VerifiableMath.tasks(settings_of(VerifiableMath, {**given, "question_field": "question"}, "environment"))
+    path.write_text('{"question": "2?", "answer": 2, "subject": "sums"}\n{"question": "1?", "answer": 1}\n')
+    with pytest.raises(ValueError, match=r"set.jsonl:2: .*'question' and 'answer' and 'subject' is needed \(KeyError"):
+        VerifiableMath.tasks(Settings(path=str(path), level_field="subject"))
+    path.write_text(
+        '{"question": "2?", "answer": 2, "subject": "sums"}\n{"question": "1?", "answer": 1, "subject": 4}\n'
+    )
+    assert classes_of(VerifiableMath.tasks(Settings(path=str(path), level_field="subject")), "level") == ["sums", "4"]
+    with pytest.raises(ValueError, match="curriculum.classes='level': task 0 has no field of that name, or None in it"):
+        classes_of(VerifiableMath.tasks(Settings(path=str(path))), "level")
     with pytest.raises(ValueError, match="there is no such file"):
         VerifiableMath.tasks(Settings(path="nowhere.jsonl"))
 
@@ -229,6 +253,36 @@ def test_an_episode_of_reasoning_gym() -> None:
     for bad in ({"dataset": "no_such_set"}, {"options": {"no_such_option": 1}}, {"options": {"min_terms": -1}}):
         with pytest.raises(ValueError, match="environment.settings of reasoning_gym"):
             reasoning_gym.tasks(settings_of(reasoning_gym, bad, "environment"))
+
+
+def test_several_data_sets_of_reasoning_gym_in_one_list() -> None:
+    """Seven tasks of three generators in turn, each with its own options; a task is scored by its own generator."""
+    reasoning_gym = environments.load("reasoning_gym")
+    sets = {"chain_sum": {"min_terms": 3, "max_terms": 3}, "leg_counting": None, "decimal_chain_sum": {}}
+    settings = settings_of(reasoning_gym, {"datasets": sets, "num_tasks": 7, "seed": 1}, "environment")
+    tasks = reasoning_gym.tasks(settings)
+    assert classes_of(tasks, "dataset") == [task.dataset for task in tasks] == [[*sets][i % 3] for i in range(7)]
+    assert len({task.question for task in tasks}) == 7
+    assert tasks[0].question.endswith("4 - 1 - 7 =")  # as it is alone
+    answers = [reasoning_gym_answer(task) for task in tasks]
+    played = [play(reasoning_gym(settings), t, f"<answer>{a}</answer>") for t, a in zip(tasks, answers, strict=True)]
+    assert [t.reward for t in played] == [1.0] * 7
+    assert [t.info["dataset"] for t in played] == [task.dataset for task in tasks]
+    for bad, told in (
+        ({"datasets": {"no_such_set": {}}}, "environment.settings of reasoning_gym, 'no_such_set'"),
+        ({"datasets": sets, "num_tasks": 2}, "environment.settings.num_tasks=2: fewer than the 3 datasets"),
+        ({"datasets": sets, "options": {"min_terms": 2}}, r"give each its own there, datasets.chain_sum=\{...\}"),
+        ({"datasets": {"chain_sum": 3}}, "'chain_sum': its options are 3, not a mapping"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            reasoning_gym.tasks(settings_of(reasoning_gym, bad, "environment"))
+
+
+def reasoning_gym_answer(task: Any) -> str:
+    import reasoning_gym
+
+    name, options, size, seed = task.source
+    return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(options))[task.index]["answer"]
 
 
 def test_without_its_package_an_environment_says_what_to_install(monkeypatch) -> None:

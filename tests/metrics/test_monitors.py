@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -139,6 +140,8 @@ def test_two_of_the_four_are_told_with_what_they_move(capsys) -> None:
     one = config_of("rollout.temperature=0.9")
     assert conflict_table(changed_settings(one, FlashReinforce())) == ""
     assert conflict_table(changed_settings(config_of(), Grpo(GrpoSettings(group_size=16)))) == ""
+    mixed = config_of("rollout.temperature=0.9", "curriculum.classes=hops", "curriculum.mixture.1=1")
+    assert "curriculum.mixture  {'1': 1.0}" in conflict_table(changed_settings(mixed, FlashReinforce()))
     both = config_of("rollout.temperature_schedule=[[0,1],[0.5,0.9]]", "curriculum.mode=adaptive", "group_size.every=4")
     table = conflict_table(changed_settings(both, grpo))
     assert table.startswith("group size and temperature and normalisation and curriculum all move the distribution")
@@ -163,7 +166,19 @@ IDLE = {  # a setting -> what it is without
     "kl.schedule=annealed": "kl.coefficient=0.0: set kl.coefficient above 0, or leave kl.schedule out",
     "kl.target=0.1": "kl.schedule=fixed: set kl.schedule adaptive, or leave kl.target out",
     "reference.beta=0.9": "reference.mode=none: set reference.mode ema, or leave reference.beta out",
-    "curriculum.mixture.easy=1": "curriculum.mode=none: set curriculum.mode adaptive, or leave curriculum.mixture out",
+    "curriculum.floor=0.1": "curriculum.mode=none: set curriculum.mode adaptive, or leave curriculum.floor out",
+    "curriculum.threshold=0.1": (
+        "curriculum.rule=variance: set curriculum.rule threshold, or leave curriculum.threshold out"
+    ),
+    "length_penalty.novelty=sentences": (
+        "length_penalty.unit=tokens: set length_penalty.unit new_tokens, or leave length_penalty.novelty out"
+    ),
+    "length_penalty.similarity=0.8": (
+        "length_penalty.novelty=ngrams: set an embedder, or leave length_penalty.similarity out"
+    ),
+    "curriculum.classes=hops": (
+        "curriculum.mode=none: set curriculum.mode adaptive, a curriculum.mixture or evaluation.every_steps"
+    ),
     "lora.alpha=8": "lora.rank=0: set lora.rank above 0, or leave lora.alpha out",
 }
 
@@ -171,7 +186,7 @@ IDLE = {  # a setting -> what it is without
 @pytest.mark.parametrize("override", IDLE)
 def test_a_setting_that_nothing_reads_is_told(override: str, capsys) -> None:
     (line,) = settings_without_effect(config_of(override))
-    assert line.startswith(override.partition("=")[0].removesuffix(".easy")) and line.endswith(IDLE[override])
+    assert line.startswith(override.partition("=")[0]) and line.endswith(IDLE[override])
     report_conflicts(config_of(override), FlashReinforce(), shown=True)
     assert capsys.readouterr().err == f"{line}\n"
     with pytest.raises(ValueError, match="trainer.strict=True: .* has no effect with"):
@@ -182,6 +197,8 @@ def test_a_setting_that_is_read_is_not_told() -> None:
     assert settings_without_effect(config_of()) == []
     on = ("kl.coefficient=0.01", "kl.schedule=adaptive", "kl.target=0.1", "reference.mode=ema", "reference.beta=0.9")
     assert settings_without_effect(config_of(*on, "kl.estimator=k2", "rollout.temperature=0.9")) == []
+    for other in ("curriculum.mixture.1=1", "evaluation.every_steps=5", "curriculum.mode=adaptive"):
+        assert settings_without_effect(config_of("curriculum.classes=hops", other)) == []
     both = config_of("rollout.temperature=0.9", "rollout.temperature_schedule=[[0,1],[0.5,0.9]]")
     assert settings_without_effect(both)[0].startswith("rollout.temperature=0.9 has no effect with")
 
@@ -190,10 +207,9 @@ def test_a_mixture_on_the_command_line_names_the_classes_of_the_tasks() -> None:
     """As docs/schedules.md has it; 1, 2 and 3 hops, the last drawn four times as often as the first."""
     page = (ROOT / "docs/schedules.md").read_text()
     words = next(line for line in page.splitlines() if "curriculum.mixture.1=" in line).split()
-    config = config_of(*words[words.index("curriculum.mode=adaptive") :], "environment.settings.num_tasks=50")
+    config = config_of(*words[words.index("curriculum.classes=hops") :], "environment.settings.num_tasks=50")
     settings = KeyValueStore.Settings(num_tasks=50)
     source = prompt_source(config, KeyValueStore.tasks(settings))
-    source.step = config.trainer.steps
     assert source.shares.tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7])
     config.curriculum.mixture["4"] = 1.0
     with pytest.raises(ValueError, match=r"curriculum.mixture names \['1', '2', '3', '4'\]: the tasks' classes are"):
@@ -299,6 +315,41 @@ def test_a_reached_limit_ends_the_run_with_a_checkpoint(warm_start, tmp_path) ->
         != lines[3]["curriculum_share_3"]
         == pytest.approx(lines[0]["curriculum_share_3"])
     )
+
+
+def test_each_class_of_tasks_is_told_of_in_a_run(warm_start, tmp_path) -> None:
+    """The key-value store at three depths: the document's rule in steps 1 and 2, then the fixed mixture.
+
+    What a step tells are the shares by which the next prompts are drawn, from the success that it tells beside them.
+    """
+    run = tmp_path / "run"
+    run_ranks(
+        1, "training", "rehearsal", f"output={run}", f"model.path={warm_start}", "trainer.steps=4",
+        "rollout.batch_size=32", "environment.settings.num_tasks=90", "checkpoint.every_steps=0",
+        "curriculum.mode=adaptive", "curriculum.rule=threshold", "curriculum.threshold=0.45", "curriculum.share=0.5",
+        "curriculum.classes=hops", "curriculum.mixture={1: 1, 2: 1, 3: 2}", "evaluation.every_steps=2",
+        "evaluation.settings.seed=99", "evaluation.tasks=30", "length_penalty.coefficient=0.01",
+        "length_penalty.limit=30", "length_penalty.unit=new_tokens", "length_penalty.novelty=sentences",
+    )  # fmt: skip
+    lines = list(read_json_lines(run / "metrics.jsonl"))
+    share, success, held_out = (
+        [[line.get(f"{what}_{hops}") for hops in (1, 2, 3)] for line in lines]
+        for what in ("curriculum_share", "curriculum_success", "evaluation_success")
+    )
+    assert share[0] == pytest.approx([0.25, 0.25, 0.5])  # nothing is known: 1/2 of each is above the threshold
+    wanted = [m * max(0.0, 0.45 - p) for m, p in zip((0.25, 0.25, 0.5), success[1], strict=True)]
+    assert share[1] == pytest.approx([0.2 * m + 0.8 * w / sum(wanted) for m, w in zip(share[0], wanted, strict=True)])
+    assert success[1][0] > success[1][2] and share[1][2] > 0.5 > share[1][0]  # the deepest is solved least
+    assert share[2] == share[3] == pytest.approx([0.25, 0.25, 0.5])
+    assert held_out[0] == held_out[2] == [None] * 3
+    counts = Counter(task.hops for task in KeyValueStore.tasks(KeyValueStore.Settings(seed=99, num_tasks=30)))
+    for line, own in zip(lines[1::2], held_out[1::2], strict=True):
+        mean = sum(counts[hops] * rate for hops, rate in zip((1, 2, 3), own, strict=True)) / 30
+        assert mean == pytest.approx(line["evaluation_success"])
+    for line in lines:  # a `get` of the same key twice says nothing new
+        rows = [r for r in read_json_lines(run / "trajectories.jsonl") if r["step"] == line["step"]]
+        assert line["new_tokens"] == pytest.approx(sum(row["new_tokens"] for row in rows) / 32)
+        assert 0 < line["new_tokens"] < line["response_tokens"]
 
 
 def test_techniques_of_different_rooms_train_together(warm_start, tmp_path) -> None:

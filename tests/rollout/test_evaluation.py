@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from doubles import GET, SAMPLING, TOKENIZER, ScriptedEngine, ScriptedEnvironment, collector
 from tiny import random_trajectories
 
+from nemo_flashrl.callbacks.evaluation import EvaluationCallback
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.held_out import environment_errors, evaluate, pass_at_k, success_rate
+from nemo_flashrl.rollout.held_out import environment_errors, evaluate, pass_at_k, success_by_class, success_rate
 
 
 def samples(*solved: str):
@@ -41,6 +43,23 @@ def test_pass_at_k_is_the_mean_over_all_choices() -> None:
         choices = list(combinations(word, k))
         right = sum("x" in chosen for chosen in choices) / len(choices)
         assert pass_at_k(samples(word), k) == pytest.approx(right)
+
+
+def test_success_by_the_class_of_a_task() -> None:
+    """Two tasks of class b with 1 and 3 of 4 solved, one of class a with none."""
+    assert success_by_class(samples("x...", "..", "xx.x"), ["b", "a", "b"]) == {"a": 0.0, "b": 0.5}
+
+
+def test_with_many_classes_none_is_told_of() -> None:
+    """Sixteen are named, seventeen are not: a run's metrics stay as many."""
+
+    def told(count: int) -> int:
+        driver = SimpleNamespace(use=lambda play: samples(*["x"] * count))
+        classes = [f"c{number}" for number in range(count)]
+        callback = EvaluationCallback(driver, None, None, every_steps=1, classes=classes)
+        return sum(name.startswith("evaluation_success_c") for name in callback._played("evaluation"))
+
+    assert (told(16), told(17)) == (16, 0)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -328,6 +328,95 @@ def test_shares_follow_what_can_be_learnt() -> None:
     assert source.shares == pytest.approx([1 / 3] * 3)  # step 4: the mixture is fixed from here
 
 
+def success_of(source: Curriculum, *wanted: float) -> None:
+    """Bring each class's estimate to about `wanted` by many prompts that are solved in that share."""
+    for _ in range(200):
+        source.trained({prompt: wanted[task % len(wanted)] for prompt, task in (source.next() for _ in range(6))})
+
+
+def test_the_two_rules_by_the_docstring_s_example() -> None:
+    """p = .8, .5 and .1 of three equal classes, floor .1, threshold .6; the rules disagree on which comes most."""
+    right = {"variance": [0.321, 0.483, 0.195], "threshold": [0.033, 0.183, 0.783]}
+    for rule, shares in right.items():
+        source = Curriculum(["a", "b", "c"], adaptive_steps=9, rule=rule, threshold=0.6, floor=0.1)
+        source._solved, source._played = np.array([1.4, 0.5, 0.0]), np.array([1.0, 1.0, 8.0])  # (s + 1) / (n + 2)
+        assert source.success == pytest.approx([0.8, 0.5, 0.1])
+        assert source.shares == pytest.approx(shares, abs=5e-4)
+        assert source.shares.sum() == pytest.approx(1)
+
+
+def plain_shares(rule: str, success: list[float], mixture: list[float], floor: float, threshold: float) -> list[float]:
+    """The docstring's formula, a class at a time."""
+    weights = [p * (1 - p) if rule == "variance" else max(0.0, threshold - p) for p in success]
+    total = sum(m * w for m, w in zip(mixture, weights, strict=True))
+    if not total:
+        return mixture
+    return [floor * m + (1 - floor) * m * w / total for m, w in zip(mixture, weights, strict=True)]
+
+
+@pytest.mark.parametrize("rule", ["variance", "threshold"])
+def test_shares_against_a_plain_reference(rule: str) -> None:
+    """Prompts of random success: estimates and shares are those of two plain loops, and not the other rule's."""
+    rng, mixture = np.random.default_rng(3), {"a": 1.0, "b": 2.0, "c": 5.0}
+    source = Curriculum(list("abc") * 4, adaptive_steps=99, rule=rule, threshold=0.4, floor=0.25, mixture=mixture)
+    solved, played, other = [0.0] * 3, [0.0] * 3, {"variance": "threshold", "threshold": "variance"}[rule]
+    for _ in range(30):
+        prompt, task = source.next()
+        outcome, kind = float(rng.random() < (0.9, 0.4, 0.05)[task % 3]), task % 3
+        source.trained({prompt: outcome})
+        solved[kind], played[kind] = 0.9 * solved[kind] + outcome, 0.9 * played[kind] + 1
+        success = [(s + 1) / (n + 2) for s, n in zip(solved, played, strict=True)]
+        assert source.success == pytest.approx(success, rel=1e-12)
+        given = success, [1 / 8, 2 / 8, 5 / 8], 0.25, 0.4
+        assert source.shares == pytest.approx(plain_shares(rule, *given), rel=1e-12)
+    assert source.shares != pytest.approx(plain_shares(other, *given), rel=1e-2)
+
+
+def test_where_every_class_is_above_the_threshold_the_mixture_is_drawn() -> None:
+    source = Curriculum(["a", "b"], adaptive_steps=10**6, rule="threshold", threshold=0.3, mixture={"a": 1, "b": 4})
+    assert source.shares == pytest.approx([0.2, 0.8])  # nothing is known: 1/2 of both
+    success_of(source, 0.9, 0.6)
+    assert source.shares == pytest.approx([0.2, 0.8])
+    success_of(source, 0.9, 0.1)
+    assert source.shares == pytest.approx([0.2 * 0.2, 0.8 + 0.2 * 0.8])  # floor .2; all else to b
+
+
+def test_a_fixed_mixture_needs_no_curriculum() -> None:
+    """With mode none, from the first prompt on, and however well a class is solved."""
+    mixture = ["curriculum.classes=hops", "curriculum.mixture.1=1", "curriculum.mixture.2=3"]
+    config = load("rehearsal", ["output=x", "model.path=x", *mixture])
+    tasks = [Task(1)] * 50 + [Task(2)] * 50
+    source = prompt_source(config, tasks)
+    drawn = Counter()
+    for _ in range(800):
+        prompt, task = source.next()
+        drawn[tasks[task].hops] += 1
+        source.trained({prompt: float(tasks[task].hops == 1)})
+        assert source.shares == pytest.approx([0.25, 0.75])
+    assert 550 < drawn[2] < 650  # 600, 12 each way are one standard deviation
+    assert source.metrics()["curriculum_success_1"] > 0.8 and source.metrics()["curriculum_success_2"] < 0.2
+    with pytest.raises(ValueError, match="curriculum.mixture: the checkpoint is of a run with mode=none; leave it out"):
+        source.load_state_dict(PromptStream(100).state_dict())
+    with pytest.raises(ValueError, match=r"curriculum.mixture names \['1', '2'\]: the tasks' classes are \['1', '4'\]"):
+        prompt_source(config, [Task(1), Task(4)])
+    with pytest.raises(ValueError, match="curriculum.classes='hops': task 0 has no field of that name, or None in it"):
+        prompt_source(config, [{"depth": 1}])
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("curriculum.threshold=0", "curriculum.threshold=0.0: must be at least"),
+        ("curriculum.threshold=1", "curriculum.threshold=1.0: must be at least 1e-12, at most 0.999999"),
+        ("curriculum.rule=below", "curriculum.rule='below': must be one of variance, threshold"),
+        ("curriculum.mixture.1=1", r"curriculum.mixture=\{'1': 1.0\} needs curriculum.classes, the field of a task"),
+    ],
+)
+def test_settings_of_a_curriculum_that_cannot_be(override: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        load("rehearsal", ["output=x", "model.path=x", override])
+
+
 def test_no_class_starves() -> None:
     """Easy tasks are solved always, hard ones never: each keeps its floor, and without one the hard ones get less."""
 
@@ -344,11 +433,12 @@ def test_no_class_starves() -> None:
     assert drawn(0.5)["hard"] >= 0.5 * 0.1 * 2000
 
 
-def test_a_curriculum_goes_on_from_a_checkpoint() -> None:
+@pytest.mark.parametrize("rule", ["variance", "threshold"])
+def test_a_curriculum_goes_on_from_a_checkpoint(rule: str) -> None:
     """Unfinished prompts come first, with their tasks; then the draws are those of the run that was not interrupted."""
 
     def make() -> Curriculum:
-        return Curriculum([f"c{i % 4}" for i in range(30)], seed=5, adaptive_steps=20, floor=0.1)
+        return Curriculum([f"c{i % 4}" for i in range(30)], seed=5, adaptive_steps=20, rule=rule, floor=0.1)
 
     def play(source: Curriculum, steps: int) -> list[tuple[int, int]]:
         handed = []
