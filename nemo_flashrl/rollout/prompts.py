@@ -134,7 +134,8 @@ class PromptGroupSizes(FixedGroupSize):
 
     The sizes are lowest, 2 lowest, 4 lowest, ... highest, and the highest divides the batch. So what a batch lacks is
     always a multiple of the lowest, and groups of B trajectories or more always hold some of exactly B (`Groups.take`).
-    The last prompts of each B trajectories get at most what is left of these.
+    The last prompts of each B trajectories get at most what is left of these; that so small a group's rewards are equal
+    says little, and its task's size stays.
 
     >>> sizes = PromptGroupSizes(8, lowest=2, highest=16, batch_size=32)
     >>> [sizes.begin(prompt, task) for prompt, task in enumerate((70, 71, 72))]
@@ -203,9 +204,11 @@ class PromptGroupSizes(FixedGroupSize):
             self._move(self._tasks.pop(prompt_index), rewards)
 
     def _move(self, task_index: int, rewards: Sequence[float]) -> None:
-        place = self.sizes.index(self._of_task.get(task_index, self.value))
-        place += -1 if min(rewards) == max(rewards) else 1
-        self._of_task[task_index] = self.sizes[min(max(place, 0), len(self.sizes) - 1)]
+        size = self._of_task.get(task_index, self.value)
+        if min(rewards) < max(rewards):
+            self._of_task[task_index] = min(2 * size, self.sizes[-1])
+        elif len(rewards) >= size:
+            self._of_task[task_index] = max(size // 2, self.sizes[0])
 
     def metrics(self, groups: Sequence[Sequence[float]]) -> dict[str, float]:
         """What groups of equal rewards would have cost more, each with `start` rollouts."""

@@ -119,8 +119,10 @@ def test_group_sizes_follow_each_tasks_own_history_by_hand() -> None:
     assert [sizes.begin(8, 0), sizes.begin(9, 1), sizes.begin(10, 5)] == [2, 16, 8]  # no fewer, no more; task 5 is new
     sizes.dropped(9, [1.0] * 16, "too_old")  # what enters no batch is begun again, and is no history
     assert [sizes.begin(11, 1), sizes.begin(12, 1)] == [16, 4]  # 4: 32 - 2 - 8 - 16 = 6 are left
-    sizes.dropped(12, [0.0] * 4, "tied")
+    sizes.dropped(12, [0.0] * 4, "tied")  # fewer than its task's 16: no sign that these are too many
     assert sizes.begin(13, 1) == 4
+    sizes.dropped(11, [0.0] * 16, "tied")
+    assert sizes.begin(14, 1) == 8
     other = per_prompt()
     other.load_state_dict(sizes.state_dict())
     assert [other.begin(0, 1), other.begin(1, 0), other.begin(2, 9)] == [8, 2, 8]  # task 1 was tied once since
