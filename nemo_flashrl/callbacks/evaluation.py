@@ -12,7 +12,6 @@ from nemo_flashrl.callbacks.reference import EMAReferenceCallback
 from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.records import Trajectory
-from nemo_flashrl.rollout.curriculum import NAMED_CLASSES
 from nemo_flashrl.rollout.driver import RolloutDriver
 from nemo_flashrl.rollout.held_out import environment_errors, pass_at_k, success_by_class, success_rate
 
@@ -29,7 +28,7 @@ class EvaluationCallback(pl.Callback):
         every_steps: optimizer steps between two evaluations; the last step of a run is evaluated too.
         samples: of each task; above 1 also the share of tasks that one of so many solves is reported.
         reference: whose weights are played too. In between the sampler serves them: nothing else may be in flight.
-        classes: of each held-out task; with up to 16 different ones the success of each is reported.
+        classes: of each held-out task, whose success is reported beside that of all.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class EvaluationCallback(pl.Callback):
         classes: Sequence[str] = (),
     ) -> None:
         self.driver, self.play, self.refit = driver, play, refit
-        self.classes = classes if len(set(classes)) <= NAMED_CLASSES else ()
+        self.classes = classes
         self.every_steps, self.samples, self.reference = every_steps, samples, reference
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -69,9 +68,8 @@ class EvaluationCallback(pl.Callback):
             f"{name}_reward": sum(t.reward for t in trajectories) / len(trajectories),
             f"{name}_environment_errors": float(environment_errors(trajectories)),
         }
-        if self.classes:
-            by_class = success_by_class(trajectories, self.classes)
-            metrics |= {f"{name}_success_{kind}": success for kind, success in by_class.items()}
+        by_class = success_by_class(trajectories, self.classes)
+        metrics |= {f"{name}_success_{kind}": success for kind, success in by_class.items()}
         if self.samples > 1:
             metrics[f"{name}_pass_at_{self.samples}"] = pass_at_k(trajectories, self.samples)
         return metrics

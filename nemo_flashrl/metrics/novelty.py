@@ -49,11 +49,15 @@ class Novelty:
         tokenizer: has `encode` and `decode`.
         embed: sentences -> vectors; None compares them by their words alone.
         similarity: cosine from which two sentences say the same.
+        enough: new tokens up to which nobody asks for fewer: a trajectory that has no more by its words alone is not
+            embedded.
     """
 
-    def __init__(self, tokenizer: Any, embed: Embed | None = None, similarity: float = 0.9) -> None:
+    def __init__(
+        self, tokenizer: Any, embed: Embed | None = None, similarity: float = 0.9, enough: float = 0.0
+    ) -> None:
         self._tokenizer = copy.deepcopy(tokenizer)  # one that another thread encodes with refuses to be used in two
-        self._embed, self._similarity = embed, similarity
+        self._embed, self._similarity, self._enough = embed, similarity, enough
         anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]
         before = len(self._text(anchor))  # a token's blank is kept where it is not the first one
         self._piece = lru_cache(maxsize=None)(lambda token: self._text([*anchor, token])[before:])
@@ -70,7 +74,13 @@ class Novelty:
             ValueError: the embedder failed, or returned no vector for each sentence.
         """
         spans = [span for places in trajectory.turn_places for span in self._sentences(trajectory.token_ids, places)]
-        said = self._said_before([self._text(trajectory.token_ids[span].tolist()) for span in spans])
+        texts = [self._text(trajectory.token_ids[span].tolist()) for span in spans]
+        said, new = _said_in_words(texts)
+        left = sum(len(span) for span, before in zip(spans, said, strict=True) if not before)
+        if self._embed is not None and len(new) > 1 and left > self._enough:
+            close = covered(self._vectors([texts[place] for place in new]), self._similarity)
+            for place in np.array(new)[close].tolist():
+                said[place] = True
         repeats = np.zeros(len(trajectory.token_ids), dtype=bool)
         for span in (span for span, before in zip(spans, said, strict=True) if before):
             repeats[span] = True
@@ -82,20 +92,6 @@ class Novelty:
     def _sentences(self, token_ids: np.ndarray, places: np.ndarray) -> list[np.ndarray]:
         numbers = sentence_of_piece([self._piece(token) for token in token_ids[places].tolist()])
         return np.split(places, np.flatnonzero(np.diff(numbers)) + 1) if len(places) else []
-
-    def _said_before(self, texts: list[str]) -> list[bool]:
-        seen: set[tuple] = set()
-        said, new = [False] * len(texts), []
-        for place, key in enumerate(map(sentence_key, texts)):
-            said[place] = key in seen
-            if key and not said[place]:
-                seen.add(key)
-                new.append(place)
-        if self._embed is not None and len(new) > 1:
-            close = covered(self._vectors([texts[place] for place in new]), self._similarity)
-            for place in np.array(new)[close].tolist():
-                said[place] = True
-        return said
 
     def _vectors(self, sentences: list[str]) -> np.ndarray:
         who = "the embedder (length_penalty.novelty)"
@@ -114,6 +110,18 @@ class Novelty:
         """Embed two sentences. Raises as `measured`."""
         if self._embed is not None:
             self._vectors(["The disk is full.", "Key 4 holds 7."])
+
+
+def _said_in_words(texts: Sequence[str]) -> tuple[list[bool], list[int]]:
+    """Whether each sentence has the words of an earlier one; the places of those that have words of their own."""
+    seen: set[tuple[Any, ...]] = set()
+    said, new = [False] * len(texts), []
+    for place, key in enumerate(map(sentence_key, texts)):
+        said[place] = key in seen
+        if key and not said[place]:
+            seen.add(key)
+            new.append(place)
+    return said, new
 
 
 def sentence_of_piece(pieces: Sequence[str]) -> np.ndarray:
@@ -212,7 +220,7 @@ class FolderEmbedder:
         return np.stack([vectors[i] for i in range(len(ids))])
 
 
-def load_novelty(name: str, similarity: float, tokenizer: Any) -> Novelty | None:
+def load_novelty(name: str, similarity: float, tokenizer: Any, enough: float = 0.0) -> Novelty | None:
     """What `length_penalty.novelty` names; None for n-grams, which `repetition.py` counts without text.
 
     Raises:
@@ -226,6 +234,6 @@ def load_novelty(name: str, similarity: float, tokenizer: Any) -> Novelty | None
         raise ValueError(f"neither {NGRAMS} nor {SENTENCES}, nor the folder or the dotted path of an embedder")
     if "/" in name and not Path(name).is_dir():
         raise ValueError("there is no such folder; name one with a Hugging Face model and its tokenizer")
-    found = Novelty(tokenizer, FolderEmbedder(name) if Path(name).is_dir() else load_function(name), similarity)
+    found = Novelty(tokenizer, FolderEmbedder(name) if Path(name).is_dir() else load_function(name), similarity, enough)
     found.check()
     return found

@@ -127,7 +127,7 @@ def novelty_of(config: RunConfig, tokenizer: Any) -> Novelty | None:
     """What measures which tokens are new; None where nothing asks, or n-grams do. Raises as `load_novelty`."""
     asked = config.length_penalty
     wanted = asked.coefficient > 0 and asked.unit == "new_tokens"
-    return load_novelty(asked.novelty, asked.similarity, tokenizer) if wanted else None
+    return load_novelty(asked.novelty, asked.similarity, tokenizer, enough=asked.limit) if wanted else None
 
 
 def held_out_tasks(config: RunConfig, environment: type) -> tuple[Any, list[Any]]:

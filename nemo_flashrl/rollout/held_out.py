@@ -13,6 +13,7 @@ from nemo_flashrl.environments.environment import Environment
 from nemo_flashrl.environments.guard import made
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
+from nemo_flashrl.rollout.curriculum import NAMED_CLASSES
 from nemo_flashrl.rollout.episode import Limits, run_episode
 
 
@@ -64,7 +65,12 @@ def success_rate(trajectories: Sequence[Trajectory]) -> float:
 
 
 def success_by_class(trajectories: Sequence[Trajectory], classes: Sequence[str]) -> dict[str, float]:
-    """`success_rate` of each class's episodes; `classes` are those of the tasks that `prompt_index` counts."""
+    """`success_rate` of each class's episodes; `classes` are those of the tasks that `prompt_index` counts.
+
+    Empty without classes, or with more of them than metrics name.
+    """
+    if not 0 < len(set(classes)) <= NAMED_CLASSES:
+        return {}
     played: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         played.setdefault(classes[trajectory.prompt_index], []).append(trajectory)

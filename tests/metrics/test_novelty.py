@@ -131,6 +131,20 @@ def test_vectors_by_hand() -> None:
     assert covered(np.zeros((3, 2)), 0.5).tolist() == [False] * 3
 
 
+def test_only_what_is_too_long_by_its_words_is_embedded() -> None:
+    """Of "a. b. A! " six tokens are new by words: with a limit of 6 its penalty is 0 whatever b says."""
+    tokenizer, asked = text_tokenizer(), []
+
+    def embed(sentences: Sequence[str]) -> np.ndarray:
+        asked.append([sentence.strip() for sentence in sentences])
+        return stand_in(sentences)
+
+    for enough, new in ((6, "a. b. "), (5, "a. ")):
+        trajectory = Novelty(tokenizer, embed, 0.8, enough).measured(said(tokenizer, "a. b. A! "))
+        assert text_of_new(tokenizer, trajectory) == new
+    assert asked == [["a.", "b."]]
+
+
 def test_vectors_against_a_plain_reference() -> None:
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(6, 16))

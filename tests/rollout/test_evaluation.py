@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 from doubles import GET, SAMPLING, TOKENIZER, ScriptedEngine, ScriptedEnvironment, collector
 from tiny import random_trajectories
 
-from nemo_flashrl.callbacks.evaluation import EvaluationCallback
 from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.collector import Collector
@@ -50,16 +48,11 @@ def test_success_by_the_class_of_a_task() -> None:
     assert success_by_class(samples("x...", "..", "xx.x"), ["b", "a", "b"]) == {"a": 0.0, "b": 0.5}
 
 
-def test_with_many_classes_none_is_told_of() -> None:
-    """Sixteen are named, seventeen are not: a run's metrics stay as many."""
-
-    def told(count: int) -> int:
-        driver = SimpleNamespace(use=lambda play: samples(*["x"] * count))
-        classes = [f"c{number}" for number in range(count)]
-        callback = EvaluationCallback(driver, None, None, every_steps=1, classes=classes)
-        return sum(name.startswith("evaluation_success_c") for name in callback._played("evaluation"))
-
-    assert (told(16), told(17)) == (16, 0)
+def test_a_run_s_metrics_stay_as_many_whatever_the_classes() -> None:
+    """Sixteen are named; of seventeen none is, and none where no class is known."""
+    for count, told in ((16, 16), (17, 0)):
+        assert len(success_by_class(samples(*["x"] * count), [f"c{number}" for number in range(count)])) == told
+    assert success_by_class(samples("x"), []) == {}
 
 
 @pytest.mark.parametrize("k", [0, 3])
