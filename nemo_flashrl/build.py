@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from nemo_flashrl.rollout.driver import RolloutDriver
     from nemo_flashrl.run.folder import RunFolder
 
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
     """A NeMo model with the family's configuration, the algorithm's loss and Megatron's optimizer."""
     import nemo.lightning as nl
-    from megatron.core.optimizer import OptimizerConfig
 
     from nemo_flashrl.models import HeadSettings, PolicyModel
     from nemo_flashrl.models.families import nemo_config
@@ -56,23 +57,46 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
         lora=LoraSettings(**vars(config.lora)) if config.lora.rank else None,
         seed=config.trainer.seed,
         optim=nl.MegatronOptimizerModule(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=optimizer.learning_rate,
-                adam_beta1=optimizer.beta1,
-                adam_beta2=optimizer.beta2,
-                weight_decay=optimizer.weight_decay,
-                clip_grad=optimizer.max_grad_norm,
-                bf16=_dtype(config) == torch.bfloat16,
-                use_distributed_optimizer=platform.has_gpu(),
-            ),
+            build_optimizer_config(config),
             LearningRateScheduler(optimizer.warmup_steps, config.trainer.steps, optimizer.schedule),
         ),
     )
 
 
+def build_optimizer_config(config: RunConfig) -> Any:
+    """Megatron's Adam; its precision-aware form where something of it is bf16 or on the host."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    optimizer = config.optimizer
+    moments = DTYPES[optimizer.moments_dtype]
+    smaller: dict[str, Any] = {}
+    if optimizer.offload_fraction or "bf16" in (optimizer.moments_dtype, optimizer.gradients_dtype):
+        smaller = {
+            "use_precision_aware_optimizer": True,
+            "main_grads_dtype": DTYPES[optimizer.gradients_dtype],
+            "exp_avg_dtype": moments,
+            "exp_avg_sq_dtype": moments,
+            # Half a master weight would not load: a checkpoint for other parallel sizes gives fp32, and it wants int16.
+            "store_param_remainders": False,
+            "optimizer_cpu_offload": optimizer.offload_fraction > 0,
+            "optimizer_offload_fraction": optimizer.offload_fraction,
+            "overlap_cpu_optimizer_d2h_h2d": platform.may_overlap_offload(),
+        }
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.learning_rate,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        weight_decay=optimizer.weight_decay,
+        clip_grad=optimizer.max_grad_norm,
+        bf16=_dtype(config) == torch.bfloat16,
+        use_distributed_optimizer=platform.has_gpu(),
+        **smaller,
+    )
+
+
 def _dtype(config: RunConfig) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[config.model.precision]
+    return DTYPES[config.model.precision]
 
 
 def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
@@ -205,7 +229,10 @@ def build_trainer(config: RunConfig, callbacks: list[Any], folder: RunFolder | N
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
     world, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    plugins: list[Any] = [nl.MegatronMixedPrecision("bf16-mixed")] if _dtype(config) == torch.bfloat16 else []
+    fp32_gradients = config.optimizer.gradients_dtype == "fp32"
+    plugins: list[Any] = []
+    if _dtype(config) == torch.bfloat16:  # what it says of gradients replaces what DDP's own configuration says
+        plugins.append(nl.MegatronMixedPrecision("bf16-mixed", grad_reduce_in_fp32=fp32_gradients))
     if "RANK" in os.environ:  # inside a Slurm job Lightning would count Slurm's tasks instead
         plugins.append(TorchElasticEnvironment())
     trainer = nl.Trainer(

@@ -53,6 +53,10 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="no distributed optimizer: optimizer state replicated on every rank",
     )
+    for name, what in (("moments", "Adam's moments"), ("gradients", "gradients")):
+        plan.add_argument(f"--{name}-dtype", choices=["fp32", "bf16"], default=None, help=f"of {what} (default fp32)")
+    what = "share of the optimizer that the host holds (default 0)"
+    plan.add_argument("--offload-fraction", type=float, default=None, metavar="X", help=what)
     plan.add_argument(
         "--head-chunk",
         type=at_least(1),

@@ -8,6 +8,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nemo_flashrl.config import RunConfig
 
 
 def add_train(commands: argparse._SubParsersAction) -> None:
@@ -51,6 +55,7 @@ def _train(options: argparse.Namespace) -> int:
     for name, value in settings.cluster.environment.items():  # before torch is imported, which reads some of them
         os.environ.setdefault(name, value)
     check_folder(settings.model.path)  # before what takes a minute to import on a busy machine
+    from nemo_flashrl.doctor.rules_machine import DEVICE_MEMORY
     from nemo_flashrl.engines.server_pool import NoServer
     from nemo_flashrl.run.folder import (
         EXIT_MONITOR,
@@ -76,6 +81,11 @@ def _train(options: argparse.Namespace) -> int:
         return _stopped(str(stop), EXIT_MONITOR)
     except (NoServer, NotSaved) as error:
         return _stopped(str(error), 1, every_rank=True)
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+        if not DEVICE_MEMORY.search(said):
+            raise
+        return _out_of_memory(settings, " ".join(said.split()))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -84,6 +94,15 @@ def _train(options: argparse.Namespace) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"checkpoint written to {checkpoint}")
     return 0
+
+
+def _out_of_memory(config: RunConfig, said: str) -> int:
+    from nemo_flashrl.metrics.progress import LOGS
+    from nemo_flashrl.plan.page import what_would_have_fitted
+
+    advice = what_would_have_fitted(config, int(os.environ.get("WORLD_SIZE", "1")), said)
+    logs = f"the traceback is in {Path(config.output) / LOGS}"
+    return _stopped("; ".join(filter(None, (f"out of memory on a GPU ({said})", logs, advice))), 1, every_rank=True)
 
 
 def _stopped(reason: str, code: int, *, every_rank: bool = False) -> int:

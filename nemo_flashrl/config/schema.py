@@ -82,6 +82,9 @@ class OptimizerConfig:
     beta2: float = within(0.95, 0, 1 - 1e-6)
     weight_decay: float = within(0.0, 0)
     max_grad_norm: float = within(1.0, ABOVE_ZERO)  # gradients are clipped to this global norm
+    moments_dtype: str = one_of("fp32", "bf16")  # Adam's two moments; bf16 needs Transformer Engine's FusedAdam
+    gradients_dtype: str = one_of("fp32", "bf16")  # summed over microbatches and reduced over ranks in this dtype
+    offload_fraction: float = within(0.0, 0, 1)  # share of the optimizer's state and step that the host takes
 
 
 @dataclass
@@ -109,9 +112,7 @@ class RolloutConfig:
     updates_per_batch: int = within(1, 1)  # optimizer steps on each batch; from the second on, off-policy
     dynamic_sampling_max_groups: int = within(0, 0)  # zero-variance groups per batch replaced by other prompts; 0: none
     temperature: float = within(1.0, ABOVE_ZERO, 100)
-    temperature_schedule: list[Any] = field(
-        default_factory=list
-    )  # overrides it: [[share of the steps, temperature from there on], ...]
+    temperature_schedule: list[Any] = field(default_factory=list)  # overrides it: [[share of steps, value from it], ...]
     max_turns: int = within(8, 1)
     max_tokens_per_turn: int = within(512, 1)
     max_observation_tokens: int = within(2048, 1)
@@ -190,7 +191,7 @@ class AdvantageConfig:
     clip: float | None = within(None, ABOVE_ZERO)  # clipped to [-clip, clip]; 3 is usual; None: not clipped
     turn_coefficient: float = within(0.0, 0, 1)  # weight of per-turn returns; 0: one advantage per trajectory
     turn_discount: float = within(1.0, 0, 1)  # discount of later turns' rewards in a turn's return
-    shaping: dict[str, float] = field(default_factory=dict)  # by the environment's term: its coefficient; added last
+    shaping: dict[str, float] = field(default_factory=dict)  # reward shaping, added last; environment's term: weight
 
 
 @dataclass
@@ -219,7 +220,7 @@ class SelectionConfig:
 
     tokens: str = one_of("actions", "code")  # all sampled tokens | of these, those inside fenced code
     malformed: str = one_of("keep", "leave_out")  # trajectories with an action that the environment calls malformed
-    shaping_at_least: dict[str, float] = field(default_factory=dict)  # environment's term: what is below is left out
+    shaping_at_least: dict[str, float] = field(default_factory=dict)  # environment's term: below it, left out
 
 
 @dataclass

@@ -23,6 +23,7 @@ class Rule:
     causes: tuple[str, ...]  # the likeliest first
     change: str  # the setting to change
     change_where: tuple[tuple[str, str], ...] = ()  # instead of it: ("rollout.mode=sync", the setting to change there)
+    change_first: Callable[[RunRecord], str] = lambda run: ""  # before it, what was worked out for this run
 
     def change_for(self, run: RunRecord) -> str:
         """The advice that has an effect with the run's own settings."""
@@ -30,7 +31,8 @@ class Rule:
             name, _, value = condition.partition("=")
             if setting(run, name) == value:
                 return change
-        return self.change
+        first = self.change_first(run)
+        return f"{first}. In general: {self.change}" if first else self.change
 
 
 def recent(values: np.ndarray, count: int = RECENT) -> float:

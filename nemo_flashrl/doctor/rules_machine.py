@@ -6,8 +6,10 @@ import re
 
 import numpy as np
 
+from nemo_flashrl.config import load_saved
 from nemo_flashrl.doctor.rule import Rule, last_steps, long_enough, recent, setting, steps_where
 from nemo_flashrl.metrics.progress import END
+from nemo_flashrl.plan.page import what_would_have_fitted
 from nemo_flashrl.run.lock import in_use
 from nemo_flashrl.run.record import RunRecord, last_starts
 
@@ -220,6 +222,15 @@ def _failed(run: RunRecord) -> str:
     return f"rank {rank}: {end}" if end else ""
 
 
+def _would_have_fitted(run: RunRecord) -> str:
+    file = run.folder / "config.yaml"
+    if not file.is_file():
+        return ""
+    config = load_saved(file)
+    gpus = config.cluster.nodes * config.cluster.gpus_per_node or len(_ends(run))
+    return what_would_have_fitted(config, gpus, _matching(run, DEVICE_MEMORY))
+
+
 END_RULES = (
     Rule(
         "device_out_of_memory",
@@ -228,6 +239,7 @@ END_RULES = (
         ("a microbatch of more tokens than fit", "weights, gradients and optimizer state leave no room"),
         "batching.max_tokens_per_microbatch lower, model.recompute=full; parallel.tensor or parallel.pipeline up; "
         "`flashrl plan CONFIG` tells what fits",
+        change_first=_would_have_fitted,
     ),
     Rule(
         "host_out_of_memory",

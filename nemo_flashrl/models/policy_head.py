@@ -131,7 +131,7 @@ class PolicyHead(ColumnParallelLinear):
             "mask": batch.action_mask,
             "return_entropy": algorithm.needs_entropy,
             "loss_scale": request.loss_scale,
-            "grad_weight": getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None,
+            "grad_weight": _fp32_main_grad(weight) if torch.is_grad_enabled() else None,
             "on_grad_weight": lambda: _gradient_is_in_main_grad(weight, request.grad_hooks),
         }
         targets = flat(self._targets)
@@ -147,6 +147,12 @@ class PolicyHead(ColumnParallelLinear):
             )
             gate(result[1], result[2] if algorithm.needs_entropy else None)  # for its statistics
         return result[0]
+
+
+def _fp32_main_grad(weight: Tensor) -> Tensor | None:
+    """What the head may sum into chunk by chunk; bf16 would round each of them, so DDP adds the whole sum there."""
+    main_grad = getattr(weight, "main_grad", None)
+    return None if main_grad is None or main_grad.dtype == torch.bfloat16 else main_grad
 
 
 def _gradient_is_in_main_grad(weight: Tensor, hooks: bool) -> Tensor | None:

@@ -12,13 +12,15 @@ class HeadMemory:
     logits: int
     hidden_gradient: int
     weight_gradient: int
+    handed_gradient: int  # when the others but two are gone
     chunk_states: int
     token_numbers: int
     naive: int  # autograd over full logits, for comparison
 
     @property
     def peak(self) -> int:
-        return self.logits + self.hidden_gradient + self.weight_gradient + self.chunk_states + self.token_numbers
+        formed = max(self.logits + self.chunk_states, self.handed_gradient)
+        return formed + self.hidden_gradient + self.weight_gradient + self.token_numbers
 
 
 def policy_head_memory(
@@ -39,6 +41,7 @@ def policy_head_memory(
                                                    whole chunks as logits_budget_bytes holds, if that is more than one
         hidden gradient   e T H / R                R = TP under sequence parallelism, else 1
         weight gradient   0, or 4 V H / TP         0 where it is summed into main_grad
+        handed gradient   0, or e V H / TP         that sum rounded for autograd, where weights are not fp32
         chunk states      C H (4 + e)              a chunk's hidden gradient in fp32, its scaled hidden states
                         + C H (2 e + 4 / TP)       sequence parallel, TP > 1: this chunk's and the next one's hidden
                                                    states gathered, the reduced gradient
@@ -53,12 +56,14 @@ def policy_head_memory(
     states = chunk * hidden_size * (4 + element_bytes)
     if shards > 1:
         states += chunk * hidden_size * (2 * element_bytes) + chunk * hidden_size * 4 // ranks
+    matrix = vocab_size * hidden_size // ranks
     chunk_bytes = 4 * chunk * vocab_size // ranks
     num_held = min(-(-tokens // chunk), max(1, logits_budget_bytes // chunk_bytes))
     return HeadMemory(
         logits=min(num_held * chunk_bytes, 4 * tokens * vocab_size // ranks),
         hidden_gradient=element_bytes * tokens * hidden_size // shards,
-        weight_gradient=0 if direct_weight_gradient else 4 * vocab_size * hidden_size // ranks,
+        weight_gradient=0 if direct_weight_gradient else 4 * matrix,
+        handed_gradient=0 if direct_weight_gradient or element_bytes == 4 else element_bytes * matrix,
         chunk_states=states,
         token_numbers=8 * tokens,
         naive=2 * 4 * tokens * vocab_size // ranks,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from nemo_flashrl.plan.devices import USABLE, Device
 from nemo_flashrl.plan.memory import Layout, StageMemory, stage_memory
@@ -12,6 +13,18 @@ from nemo_flashrl.weights.model_shape import ModelShape
 
 GPUS_OF_A_NODE = 8
 CONTEXT_STEP = 1024
+SMALL_HEAD_CHUNK = 256  # tokens
+SETTINGS = {  # what a field of `Layout`, or the tokens of a microbatch, is in a configuration
+    "tokens": "batching.max_tokens_per_microbatch",
+    "recompute": "model.recompute",
+    "head_chunk": "model.head_chunk_tokens",
+    "tensor": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "context": "parallel.context",
+    "gradients": "optimizer.gradients_dtype",
+    "moments": "optimizer.moments_dtype",
+    "offload": "optimizer.offload_fraction",
+}
 
 
 def check_layout(shape: ModelShape, layout: Layout) -> None:
@@ -29,8 +42,20 @@ def check_layout(shape: ModelShape, layout: Layout) -> None:
             f"expert={layout.expert}: must divide the model's experts ({shape.experts} a layer) and the "
             f"{layout.ranks // layout.pipeline} ranks of a pipeline stage"
         )
+    _check_optimizer(layout)
     if shape.experts and layout.lora_rank and {"linear_fc1", "linear_fc2"} & set(layout.lora_targets):
         raise ValueError("lora.targets: experts take no adapters, so linear_fc1 and linear_fc2 cannot be targets")
+
+
+def _check_optimizer(layout: Layout) -> None:
+    if not 0 <= layout.offload <= 1:
+        raise ValueError(f"offload_fraction={layout.offload:g}: must be at least 0, at most 1")
+    smaller = {"moments_dtype": layout.moments, "gradients_dtype": layout.gradients, "offload_fraction": layout.offload}
+    asked = [f"{name}={value}" for name, value in smaller.items() if value not in ("fp32", 0)]
+    if asked and not (layout.distributed_optimizer and layout.precision == "bf16"):
+        raise ValueError(f"{asked[0]}: needs precision bf16, not {layout.precision}, and the distributed optimizer")
+    if layout.offload and layout.moments == "bf16":
+        raise ValueError("moments_dtype=bf16: an offloaded optimizer keeps fp32 moments; give one of the two")
 
 
 def _holds_experts(shape: ModelShape, layout: Layout) -> bool:
@@ -43,9 +68,14 @@ def stages(shape: ModelShape, layout: Layout, tokens: int) -> list[StageMemory]:
     return [stage_memory(shape, layout, stage, tokens) for stage in range(layout.pipeline)]
 
 
+def peak(shape: ModelShape, layout: Layout, tokens: int) -> int:
+    """Bytes of the fullest stage."""
+    return max(stage.device for stage in stages(shape, layout, tokens))
+
+
 def fits(shape: ModelShape, layout: Layout, device: Device, tokens: int) -> bool:
     """Whether the fullest stage stays within the usable share of the device."""
-    return max(s.device for s in stages(shape, layout, tokens)) <= USABLE * device.memory_gib * 2**30
+    return peak(shape, layout, tokens) <= USABLE * device.memory_gib * 2**30
 
 
 def largest_context(shape: ModelShape, layout: Layout, device: Device, limit: int = 2**22) -> int:
@@ -93,3 +123,81 @@ def _candidates(shape: ModelShape, wish: Layout) -> Iterator[Layout]:
         yield layout
         if spread.expert > 1 and _holds_experts(shape, spread):
             yield spread
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Overrides of a configuration, and the fullest rank's bytes with them and with all changes before."""
+
+    settings: str
+    peak: int
+    host: int  # bytes of host memory of a rank
+
+
+def changes_that_fit(
+    shape: ModelShape, layout: Layout, tokens: int, limit: float, *, longest: int, cut_tokens: bool = True
+) -> list[Change]:
+    """The first changes on the same GPUs after which the fullest rank holds at most `limit` bytes; none do: [].
+
+    They are tried in the order of docs/tuning.md and kept where they help; what the later ones make needless is left
+    out again.
+
+    Args:
+        longest: tokens of a trajectory; no microbatch can hold fewer.
+        cut_tokens: whether context parallelism may be raised.
+    """
+    kept: dict[str, Any] = {}
+    least = peak(shape, layout, tokens)
+    for change in _cheapest_first(layout, tokens, longest, cut_tokens):
+        changed = _with(shape, layout, tokens, kept | change)
+        if changed is None or peak(shape, *changed) >= least:
+            continue
+        kept |= change
+        least = peak(shape, *changed)
+        if least <= limit:
+            break
+    else:
+        return []
+    for name in reversed(list(kept)):
+        fewer = {other: value for other, value in kept.items() if other != name}
+        without = _with(shape, layout, tokens, fewer)
+        if without is not None and peak(shape, *without) <= limit:
+            kept = fewer
+    found = []
+    for count, name in enumerate(kept, 1):
+        sizes = _with(shape, layout, tokens, dict(list(kept.items())[:count]))
+        more = " parallel.sequence=true" if name == "tensor" else ""
+        if sizes is not None and kept[name] != getattr(layout, name, None):
+            host = max(stage.host for stage in stages(shape, *sizes))
+            found.append(Change(f"{SETTINGS[name]}={kept[name]}{more}", peak(shape, *sizes), host))
+    return found
+
+
+def _cheapest_first(layout: Layout, tokens: int, longest: int, cut_tokens: bool) -> Iterator[dict[str, Any]]:
+    if tokens > longest:
+        yield {"tokens": longest}
+    yield {"recompute": "full"}
+    if layout.head_chunk > SMALL_HEAD_CHUNK:
+        yield {"head_chunk": SMALL_HEAD_CHUNK}
+    for name in ("tensor", "pipeline", *(("context",) if cut_tokens else ())):
+        yield from ({name: size} for size in (2, 4, 8) if size > getattr(layout, name))
+    yield {"gradients": "bf16"}
+    yield {"moments": "bf16"}
+    yield {"moments": "fp32", "offload": 1}
+
+
+def _with(shape: ModelShape, layout: Layout, tokens: int, changes: dict[str, Any]) -> tuple[Layout, int] | None:
+    """The changed layout on as many GPUs, and its microbatches' tokens; None where it cannot be."""
+    fields = dict(changes)
+    fewer = fields.pop("tokens", tokens)
+    changed = replace(layout, **fields, sequence=layout.sequence or "tensor" in fields)
+    data, rest = divmod(layout.ranks, changed.ranks // changed.data)
+    if rest or not data:
+        return None
+    microbatches = -(-layout.microbatches * layout.data * tokens // (data * fewer))
+    changed = replace(changed, data=data, microbatches=microbatches)
+    try:
+        check_layout(shape, changed)
+    except ValueError:
+        return None
+    return changed, fewer

@@ -7,7 +7,7 @@ of which a token goes to k, r rank of LoRA; t' = t under sequence parallelism, e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from nemo_flashrl.ops.memory import policy_head_memory
 from nemo_flashrl.weights.model_shape import ModelShape
@@ -36,6 +36,9 @@ class Layout:
     head_logits_budget: int = 64 * 2**20
     vocab_divisible_by: int = 128
     microbatches: int = 8  # of one optimizer step, per data-parallel rank
+    moments: str = "fp32"  # | "bf16": Adam's two
+    gradients: str = "fp32"  # | "bf16"
+    offload: float = 0.0  # share of the optimizer that the host holds
     fused_kernels: bool = True  # Transformer Engine and flash attention; False: torch's own, as on a CPU
 
     @property
@@ -55,29 +58,37 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one rank; `host_reference` lies in host memory and is no part of the sum."""
+    """Bytes of one rank; `device` is their peak, in the backward pass or in the optimizer's step."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     head: int
+    step: int  # temporaries of the optimizer's step
     host_reference: int
+    host_optimizer: int
 
     @property
     def device(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host_reference")
+        return self.weights + self.gradients + self.optimizer + max(self.activations + self.head, self.step)
+
+    @property
+    def host(self) -> int:
+        return self.host_reference + self.host_optimizer
 
 
 def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> StageMemory:
     """One rank of pipeline stage `stage`, for microbatches of `tokens` tokens (all context ranks together).
 
     weights    e bytes a parameter
-    gradients  4 a trained one: Megatron's DDP sums them in fp32 (grad_reduce_in_fp32)
-    optimizer  8 a trained one: Adam's two moments in fp32, and 4 for the fp32 weights where the model is bf16
-               (Rajbhandari 2020); the distributed optimizer divides them by data x context ranks, an expert's by the
-               ranks that hold it, of tensor x data x context
-    reference  4 a parameter, in host memory
+    gradients  4 a trained one: Megatron's DDP sums them in fp32 (grad_reduce_in_fp32); 2 in bf16
+    optimizer  8 a trained one: Adam's two moments in fp32 (4 in bf16), and 4 for the fp32 weights where the model is
+               bf16 (Rajbhandari 2020); the distributed optimizer divides them by data x context ranks, an expert's by
+               the ranks that hold it, of tensor x data x context
+      offload  of the host's share nothing; of what stays 4 more beside bf16 gradients, which are widened
+    step       8 a trained one with bf16 moments: FusedAdam of Transformer Engine before 2.13 widens all of them
+    host       4 a parameter of a reference; 16 an offloaded one: fp32 weight, gradient and moments
 
     LoRA trains its factors alone. Experts are counted as if each got as many tokens as the others.
     """
@@ -87,17 +98,32 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
     adapters = shape.adapter_parameters(layout.lora_targets, layout.lora_rank, pipeline, tensor)
     count = dense + experts + adapters
     trained, trained_experts = (adapters, 0) if layout.lora_rank else (dense, experts)
-    per_parameter = 8 + (FLOAT if layout.precision == "bf16" else 0)
-    shares, expert_shares = layout.optimizer_shares if layout.distributed_optimizer else (1, 1)
+    dense_shares, expert_shares = layout.optimizer_shares if layout.distributed_optimizer else (1, 1)
+    kinds = [_optimizer(n, shares, layout) for n, shares in ((trained, dense_shares), (trained_experts, expert_shares))]
+    optimizer, step, host_optimizer = map(sum, zip(*kinds, strict=True))
     own = -(-tokens // layout.context)
     return StageMemory(
         weights=count * layout.element,
-        gradients=(trained + trained_experts) * FLOAT,
-        optimizer=-(-trained * per_parameter // shares) - (-trained_experts * per_parameter // expert_shares),
+        gradients=(trained + trained_experts) * (2 if layout.gradients == "bf16" else FLOAT),
+        optimizer=optimizer,
         activations=stage_activations(shape, layout, stage, own),
         head=_head(shape, layout, own) if stage == pipeline - 1 else 0,
+        step=step,
         host_reference=0 if layout.reference == "none" else count * FLOAT,
+        host_optimizer=host_optimizer,
     )
+
+
+def _optimizer(trained: int, shares: int, layout: Layout) -> tuple[int, int, int]:
+    """Bytes that one of `shares` ranks holds for `trained` parameters: state, temporaries of a step, on the host."""
+    per_parameter = 2 * (2 if layout.moments == "bf16" else FLOAT) + (FLOAT if layout.precision == "bf16" else 0)
+    widened = 2 * FLOAT if layout.moments == "bf16" else 0
+    if not layout.offload:
+        return -(-trained * per_parameter // shares), -(-trained * widened // shares), 0
+    own = -(-trained // shares)
+    moved = int(own * layout.offload)  # whole parameters, so that the host has at least its share
+    per_parameter += FLOAT if layout.gradients == "bf16" else 0
+    return (own - moved) * per_parameter, 0, moved * 4 * FLOAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +167,7 @@ def _head(shape: ModelShape, layout: Layout, tokens: int) -> int:
         chunk_tokens=layout.head_chunk,
         element_bytes=layout.element,
         sequence_parallel=layout.sequence and layout.tensor > 1,
+        direct_weight_gradient=layout.gradients == "fp32" or layout.lora_rank > 0,
         logits_budget_bytes=layout.head_logits_budget,
     ).peak
 

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemo_flashrl.config import RunConfig
 from nemo_flashrl.plan.devices import USABLE, Device, find_device
-from nemo_flashrl.plan.fitting import GPUS_OF_A_NODE, check_layout, largest_context, smallest_allocation, stages
+from nemo_flashrl.plan.fitting import (
+    GPUS_OF_A_NODE,
+    Change,
+    changes_that_fit,
+    check_layout,
+    largest_context,
+    peak,
+    smallest_allocation,
+    stages,
+)
 from nemo_flashrl.plan.memory import LAYERS, DiskUse, Layout, StageMemory, disk_use
 from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time
 from nemo_flashrl.weight_sync.hf_config import read_hf_json
-from nemo_flashrl.weights.model_shape import ModelShape, model_shape
+from nemo_flashrl.weights.model_shape import FAMILIES, ModelShape, model_shape
 
 GIB = 2**30
+CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")  # in what torch says where memory ran out
+LESS = 0.9  # of what is counted for a run that did not fit, though the plan says that it does
 DEFAULTS = {
     **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
     **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
     **{"ep": 1, "lora_rank": 0, "steps": 100, "save_every": 50, "keep": 2, "exports": 1},
+    **{"moments_dtype": "fp32", "gradients_dtype": "fp32", "offload_fraction": 0.0},
 }
 
 
@@ -67,6 +81,9 @@ def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> t
         recompute=sizes["recompute"],
         reference=sizes["reference"],
         distributed_optimizer=distributed_optimizer,
+        moments=sizes["moments_dtype"],
+        gradients=sizes["gradients_dtype"],
+        offload=sizes["offload_fraction"],
         head_chunk=sizes["head_chunk"],
         microbatches=max(1, -(-sizes["batch"] * sizes["context"] // (tokens * data))),
     )
@@ -99,6 +116,7 @@ def sizes_of(run: RunConfig) -> dict[str, Any]:
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
         **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
         **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets, "keep": run.checkpoint.keep},
+        **{name: getattr(run.optimizer, name) for name in ("moments_dtype", "gradients_dtype", "offload_fraction")},
         **{"steps": run.trainer.steps, "save_every": run.checkpoint.every_steps, "exports": _exports(run)},
     }
     return sizes | ({"device": run.cluster.device} if run.cluster.device else {})
@@ -145,7 +163,8 @@ def _page(
     lines = [
         f"{_count(shape.parameters)} parameters on {layout.ranks} x {sizes['device']}: TP {layout.tensor}, PP "
         f"{layout.pipeline}, CP {layout.context}, DP {layout.data}{_experts(layout)}; microbatches of {tokens} tokens, "
-        f"recompute {layout.recompute}" + (f"; LoRA of rank {layout.lora_rank}" if layout.lora_rank else ""),
+        f"recompute {layout.recompute}{_optimizer(layout)}"
+        + (f"; LoRA of rank {layout.lora_rank}" if layout.lora_rank else ""),
         "",
         *_memory_table(memory),
         "",
@@ -162,6 +181,12 @@ def _page(
     return lines
 
 
+def _optimizer(layout: Layout) -> str:
+    smaller = {"moments": layout.moments, "gradients": layout.gradients}
+    said = [f"; {name} {dtype}" for name, dtype in smaller.items() if dtype != "fp32"]
+    return "".join(said) + (f"; {layout.offload:.0%} of the optimizer on the host" if layout.offload else "")
+
+
 def _experts(layout: Layout) -> str:
     return f", EP {layout.expert}" if layout.expert > 1 else ""
 
@@ -172,10 +197,13 @@ def _count(number: int) -> str:
 
 def _memory_table(memory: list[StageMemory]) -> list[str]:
     names = ("weights", "gradients", "optimizer", "activations", "head")
-    lines = ["  GiB per rank" + "".join(f"{name:>13}" for name in (*names, "sum", "host: ref."))]
+    lines = ["  GiB per rank" + "".join(f"{name:>13}" for name in (*names, "peak", "on the host"))]
     for stage, held in enumerate(memory):
-        values = [*(getattr(held, name) for name in names), held.device, held.host_reference]
+        values = [*(getattr(held, name) for name in names), held.device, held.host]
         lines.append(f"  stage {stage:<6}" + "".join(f"{value / GIB:>13.2f}" for value in values))
+    if any(held.step > held.activations + held.head for held in memory):
+        steps = ", ".join(f"{held.step / GIB:.2f}" for held in memory)
+        lines.append(f"  the peak is in the optimizer's step, which widens bf16 moments: {steps} GiB, no activations")
     return lines
 
 
@@ -205,3 +233,42 @@ def _time_lines(
         f"  rollouts: about {speed:.0f} tokens/s per GPU ({episodes} episodes on TP {tensor}); {needed:.1f} GPUs "
         f"keep up with the trainer at {action_share:.0%} action tokens, tool time not included",
     ]
+
+
+def what_would_have_fitted(run: RunConfig, gpus: int, said: str) -> str:
+    """One sentence for a run on `gpus` GPUs that ran out of their memory, in torch's words `said`.
+
+    Empty where the model or its GPUs are not known.
+    """
+    with contextlib.suppress(ValueError):  # of a record that the plan cannot read, or of processes that are none of it
+        return _what_would_have_fitted(run, gpus, said)
+    return ""
+
+
+def _what_would_have_fitted(run: RunConfig, gpus: int, said: str) -> str:
+    config = run.model.hf_config
+    if not config and (file := Path(run.model.path) / "config.json").is_file():
+        config = read_hf_json(file)
+    capacity = float(found[1]) if (found := CAPACITY.search(said)) else None
+    if config.get("model_type") not in FAMILIES or not (capacity or run.cluster.device):
+        return ""
+    shape, sizes = model_shape(config), DEFAULTS | sizes_of(run) | {"gpus": gpus}
+    longest = sizes["context"]
+    layout, tokens = layout_of(sizes | {"microbatch": max(sizes["microbatch"], longest)})
+    device = replace(find_device(run.cluster.device or "H800"), **({"memory_gib": capacity} if capacity else {}))
+    usable, own = USABLE * device.memory_gib * GIB, peak(shape, layout, tokens)
+    limit = usable if own > usable else LESS * own
+    counted = f"`flashrl plan` counts {own / GIB:.1f} GiB for this run, of {usable / GIB:.1f} usable on a GPU; "
+    cut = run.value_head.learning_rate == 0 and "yarn" not in (config.get("rope_scaling") or {}).values()
+    changes = changes_that_fit(shape, layout, tokens, limit, longest=longest, cut_tokens=cut)
+    if changes:
+        return f"{counted}what would have fitted: {', '.join(map(_changed, changes))}"
+    within = replace(device, memory_gib=limit / USABLE / GIB)
+    smallest = smallest_allocation(shape, replace(layout, data=1), within, longest)
+    nothing = f"no settings fit {longest} tokens on {gpus} of them"
+    return f"{counted}{nothing}; fewest GPUs that would have: {_named(smallest)}"
+
+
+def _changed(change: Change) -> str:
+    host = f", {change.host / GIB:.1f} of the host" if "offload" in change.settings else ""
+    return f"{change.settings} ({change.peak / GIB:.1f} GiB{host})"

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import os
 import random
+import re
 import resource
 from datetime import timedelta
 from typing import Any
@@ -103,6 +104,24 @@ def memory_use() -> dict[str, float]:
 def host_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory of the host; where there is a GPU its pages are locked, so that copies run beside it."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=has_gpu())
+
+
+def may_overlap_offload() -> bool:
+    """Whether copies between host and device may run beside an offloaded optimizer's step.
+
+    megatron.core.optimizer.cpu_offloading.hybrid_optimizer 0.15 waits for the wrong one of its two streams, so that a
+    forward pass could begin with weights that are still on their way.
+    """
+    return _megatron_version() != "0.15"
+
+
+def transformer_engine() -> tuple[int, ...]:
+    """(major, minor) of the installed Transformer Engine, () without one."""
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def describe() -> dict[str, str]:

@@ -12,7 +12,7 @@ from nemo_flashrl.config import RunConfig
 from nemo_flashrl.plan.devices import find_device
 from nemo_flashrl.plan.fitting import check_layout, fits, largest_context
 from nemo_flashrl.plan.page import DEFAULTS, disk_line, layout_of, run_disk, size, sizes_of
-from nemo_flashrl.preflight.model import check_parallel
+from nemo_flashrl.preflight.model import check_optimizer, check_parallel
 from nemo_flashrl.weights.model_shape import FAMILIES, model_shape
 
 
@@ -28,6 +28,7 @@ def admit(config: RunConfig) -> None:
     if not gpus:
         return
     replicas = check_parallel(config, gpus)
+    check_optimizer(config, here=False)
     if config.rollout.batch_size < replicas:
         raise ValueError(
             f"rollout.batch_size={config.rollout.batch_size}: leaves some of the {replicas} data-parallel replicas of "

@@ -11,8 +11,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig
-from nemo_flashrl.config.schema import LoraConfig
+from nemo_flashrl.config.schema import LoraConfig, OptimizerConfig
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.rollout.from_config import end_tokens, stop_tokens
 from nemo_flashrl.weight_sync.hf_config import (
@@ -23,6 +24,7 @@ from nemo_flashrl.weight_sync.hf_config import (
     with_tokenizer_fields,
 )
 
+FUSED_ADAM = (2, 3)  # the Transformer Engine from which its FusedAdam takes bf16 moments
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 NEEDED = (  # of every family's config.json
     "model_type",
@@ -64,6 +66,31 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
             "or more tokens"
         )
     return world_size // model_ranks
+
+
+def check_optimizer(config: RunConfig, *, here: bool) -> None:
+    """Refuse what Megatron's precision-aware and hybrid optimizers cannot do, `here`: on this machine."""
+    optimizer, usual = config.optimizer, OptimizerConfig()
+    names = ("moments_dtype", "gradients_dtype", "offload_fraction")
+    given = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) != getattr(usual, name)}
+    for name, value in given.items():
+        said, default = f"optimizer.{name}={value}", getattr(usual, name)
+        if config.model.precision != "bf16":
+            raise ValueError(f"{said}: needs model.precision=bf16, not {config.model.precision}; or set {default}")
+        if here and not platform.has_gpu():
+            raise ValueError(f"{said}: needs a GPU, for Megatron's distributed optimizer; set {default} on a CPU")
+        by_fused_adam = name == "moments_dtype" or not optimizer.offload_fraction
+        if here and by_fused_adam and platform.transformer_engine() < FUSED_ADAM:
+            found = ".".join(map(str, platform.transformer_engine())) or "none"
+            raise ValueError(
+                f"{said}: needs the FusedAdam of Transformer Engine {'.'.join(map(str, FUSED_ADAM))} or newer, and "
+                f"{found} is installed; set {default}"
+            )
+    if {"moments_dtype", "offload_fraction"} <= given.keys():
+        raise ValueError(
+            f"optimizer.moments_dtype={optimizer.moments_dtype}: Megatron's hybrid optimizer keeps fp32 moments; set "
+            f"fp32, or optimizer.offload_fraction=0, not {optimizer.offload_fraction:g}"
+        )
 
 
 def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:

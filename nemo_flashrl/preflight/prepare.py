@@ -25,7 +25,14 @@ from nemo_flashrl.environments.guard import in_words, raised_at
 from nemo_flashrl.metrics.novelty import Novelty
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
-from nemo_flashrl.preflight.model import check_parallel, load_tokenizer, read_model, warn_of_noise, warn_of_text
+from nemo_flashrl.preflight.model import (
+    check_optimizer,
+    check_parallel,
+    load_tokenizer,
+    read_model,
+    warn_of_noise,
+    warn_of_text,
+)
 from nemo_flashrl.preflight.tensors import check_tensors
 from nemo_flashrl.rollout.from_config import (
     held_out_classes,
@@ -63,6 +70,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
     if config.trainer.wandb_project:
         check_wandb(config.trainer.wandb_project)
     data_parallel = check_parallel(config, world_size)
+    check_optimizer(config, here=True)
     _check_servers(config)
     hf_config = read_model(config, world_size)
     warn_of_noise(config, hf_config)

@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load
@@ -140,6 +141,32 @@ def test_servers_that_do_not_come_up_are_one_line(flashrl, monkeypatch) -> None:
     monkeypatch.setattr("nemo_flashrl.train.train", train)
     code, out, err = flashrl("train", "rehearsal", "output=x", "model.path=.")
     assert (code, out, err) == (1, "", "flashrl train: no rollout server came up in 3 s: http://a:1\n")
+
+
+OOM = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 0 is free."
+
+
+def test_out_of_memory_names_what_would_have_fitted(flashrl, monkeypatch, tmp_path: Path) -> None:
+    """One GPU: 18 bytes of 8.03e9 parameters, 6 of them with the optimizer on the host, and recomputed activations."""
+
+    def train(config) -> None:
+        raise torch.OutOfMemoryError(OOM)
+
+    monkeypatch.setattr("nemo_flashrl.train.train", train)
+    job = ["llama3_8b_32k_one_gpu", "model.recompute=none", "optimizer.offload_fraction=0"]
+    code, out, err = flashrl("train", *job, f"output={tmp_path}", "model.path=.")
+    assert (code, out) == (1, "")
+    assert err == (
+        f"flashrl train: out of memory on a GPU (OutOfMemoryError: {OOM}); the traceback is in {tmp_path}/logs; "
+        "`flashrl plan` counts 271.8 GiB for this run, of 72.8 usable on a GPU; what would have fitted: "
+        "model.recompute=full (147.9 GiB), optimizer.offload_fraction=1 (58.1 GiB, 119.7 of the host)\n"
+    )
+
+
+def test_another_error_of_torch_keeps_its_traceback(flashrl, monkeypatch) -> None:
+    monkeypatch.setattr("nemo_flashrl.train.train", Mock(side_effect=RuntimeError("shapes do not fit")))
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        flashrl("train", "rehearsal", "output=x", "model.path=.")
 
 
 def test_more_context_ranks_than_tokens_are_refused(flashrl, model: Path, tmp_path: Path, monkeypatch) -> None:

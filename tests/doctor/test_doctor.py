@@ -15,6 +15,7 @@ import pytest
 from paths import TESTS
 
 from nemo_flashrl.cli import main
+from nemo_flashrl.config import load, save
 from nemo_flashrl.doctor.examine import RULES, as_text, examine
 from nemo_flashrl.metrics.monitors import Monitors
 from nemo_flashrl.metrics.table import with_new_names
@@ -338,6 +339,43 @@ def test_a_run_that_ended_in_its_first_step_says_what_ended_it(rule: str, tmp_pa
     assert evidence in page and found.rule.change in page
     with locked(tmp_path):  # a run is at work there: it has not ended
         assert examine(read_run(tmp_path, may_be_empty=True)) == []
+
+
+def out_of_memory(folder: Path, said: str, *overrides: str, ranks: int = 8) -> str:
+    """What the doctor says to change, of a run of the shipped configuration that ended so."""
+    (folder / "logs").mkdir(parents=True)
+    for rank in range(ranks):
+        end = f"OutOfMemoryError: {said}" if rank == ranks - 1 else "RuntimeError: Connection closed by peer"
+        (folder / "logs" / f"rank-{rank}.log").write_text(f"--- started: b\n--- ended: {end}\n")
+    save(load("llama3_8b_32k", [f"output={folder}", "model.path=x", *overrides]), folder / "config.yaml")
+    return change_of("device_out_of_memory", read_run(folder, may_be_empty=True))
+
+
+def test_out_of_memory_is_answered_with_what_would_have_fitted(tmp_path: Path) -> None:
+    """Llama 3 8B at 32k: the cheapest changes come first, the ones that prove needless are left out."""
+    said = "CUDA out of memory. GPU 7 has a total capacity of 79.11 GiB of which 2.00 MiB is free."
+    plain = ["parallel.tensor=1", "parallel.sequence=false"]
+    change = out_of_memory(tmp_path / "a", said, *plain, "model.recompute=none")
+    assert change.startswith(
+        "`flashrl plan` counts 193.2 GiB for this run, of 72.8 usable on a GPU; what would have fitted: "
+        "model.recompute=full (69.4 GiB). In general: batching.max_tokens_per_microbatch lower"
+    )
+    # On cards of 40 GiB the weights have to be cut as well: each of the eight then holds a part of a replica.
+    small = said.replace("79.11", "39.39")
+    change = out_of_memory(tmp_path / "b", small, *plain, "model.recompute=none")
+    assert (
+        "of 36.2 usable on a GPU; what would have fitted: model.recompute=full (69.4 GiB), parallel.tensor=" in change
+    )
+    # One card in fp32: no setting helps, more cards do.
+    one = ["cluster.gpus_per_node=1", "model.precision=fp32"]
+    change = out_of_memory(tmp_path / "c", said, *plain, *one, ranks=1)
+    assert "no settings fit 32768 tokens on 1 of them; fewest GPUs that would have: 4 (1 node): TP 2, PP 1" in change
+    # By the plan it fits, and yet it did not: nine tenths of what it counts.
+    change = out_of_memory(tmp_path / "d", "CUDA out of memory.")
+    assert "counts 25.8 GiB for this run, of 72.8 usable on a GPU; what would have fitted: parallel.tensor=8" in change
+    # Nothing is known of the model.
+    change = out_of_memory(tmp_path / "e", said, "model.hf_config={model_type: other}")
+    assert change.startswith("batching.max_tokens_per_microbatch lower")
 
 
 def test_a_run_that_ended_well_has_no_end_to_tell(tmp_path: Path) -> None:

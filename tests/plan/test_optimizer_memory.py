@@ -1,0 +1,196 @@
+"""bf16 moments and gradients, an optimizer on the host: what Megatron's own optimizers hold and compute."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_ranks
+from published_models import LLAMA_8B
+from safetensors.torch import load_file
+from tiny import random_trajectories, write_model
+
+from nemo_flashrl.cli import main
+from nemo_flashrl.config import load
+from nemo_flashrl.plan.devices import DEVICES
+from nemo_flashrl.plan.fitting import check_layout, fits, peak
+from nemo_flashrl.plan.memory import Layout, stage_memory
+from nemo_flashrl.preflight import model as preflight
+from nemo_flashrl.weights.model_shape import ModelShape, model_shape
+
+VOCAB_SIZE, LEARNING_RATE = 131, 1e-3
+OVERRIDES = [  # two steps of the whole learning rate, no clipping, three microbatches
+    *("model.precision=bf16", "trainer.steps=2", f"optimizer.learning_rate={LEARNING_RATE}"),
+    *("optimizer.warmup_steps=0", "optimizer.max_grad_norm=1e6", "batching.max_tokens_per_microbatch=100"),
+]
+CASES = {  # processes, settings of the optimizer, the plan's layout
+    "as it is": (1, {}, {}),
+    "bf16 moments": (2, {"moments_dtype": "bf16"}, {"moments": "bf16"}),
+    "bf16 gradients": (1, {"gradients_dtype": "bf16"}, {"gradients": "bf16"}),
+    "offloaded": (1, {"offload_fraction": 1.0}, {"offload": 1.0}),
+    "half offloaded, bf16 gradients": (
+        2,
+        {"offload_fraction": 0.5, "gradients_dtype": "bf16"},
+        {"offload": 0.5, "gradients": "bf16"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("optimizer")
+    write_model(folder / "model", "qwen2", vocab_size=VOCAB_SIZE)
+    (folder / "batch.pkl").write_bytes(pickle.dumps(random_trajectories(6, VOCAB_SIZE)))
+    return folder
+
+
+def steps(folder: Path, out: Path, processes: int, overrides: list[str], *, device: bool = True) -> list[dict]:
+    """What each rank found: bytes, and the weights and gradients of each step under Hugging Face's names."""
+    arguments = (folder / "model", folder / "batch.pkl", out, VOCAB_SIZE, *OVERRIDES, *overrides)
+    run_ranks(processes, "optimizer_on_host", *arguments, device=device)
+    return [torch.load(out.with_suffix(f".{rank}")) for rank in range(processes)]
+
+
+def adam(start: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """float64, betas of the rehearsal, no weight decay."""
+    config = load("rehearsal", ["output=x", "model.path=x"]).optimizer
+    value, m, v = start.double(), 0.0, 0.0
+    for step, gradient in enumerate(gradients, 1):
+        g = gradient.double()
+        m, v = config.beta1 * m + (1 - config.beta1) * g, config.beta2 * v + (1 - config.beta2) * g * g
+        root = (v / (1 - config.beta2**step)).sqrt() + 1e-8
+        value = value - LEARNING_RATE * (m / (1 - config.beta1**step) / root + config.weight_decay * value)
+    return value
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_megatron_holds_and_computes(case: str, folder: Path, tmp_path: Path) -> None:
+    """Bytes: over all ranks the plan's to the byte; of a share that is offloaded, to the parameter that makes it whole.
+
+    Weights: those of Adam in float64 on the same gradients, rounded once; bf16 moments are 2^-9 off each.
+    """
+    processes, settings, layout = CASES[case]
+    found = steps(
+        folder, tmp_path / "out", processes, [f"optimizer.{name}={value}" for name, value in settings.items()]
+    )
+    shape = model_shape(json.loads((folder / "model/config.json").read_text()))
+    plan = stage_memory(shape, Layout(data=processes, fused_kernels=False, **layout), 0, 100)
+    for name in ("weights", "gradients"):
+        assert [rank["bytes"][name] for rank in found] == [getattr(plan, name)] * processes, name
+    largest = 16 * max(shape.padded_vocab(128, 1), 2 * shape.ffn) * shape.hidden
+    whole = layout.get("offload", 0) in (0, 1)
+    for name, sign in (("optimizer", -1), ("host_optimizer", 1)):
+        more = sign * (sum(rank["bytes"][name] for rank in found) - processes * getattr(plan, name))
+        assert more == 0 if whole else 0 <= more <= processes * largest, name
+    if processes == 1:
+        start = load_file(folder / "model/model.safetensors")
+        for name, weight in found[0]["weights"][-1].items():
+            gradients = [step[name] for step in found[0]["gradients"]]
+            assert {g.dtype for g in gradients} == {torch.bfloat16 if "gradients" in layout else torch.float32}
+            error = (weight.double() - adam(start[name].bfloat16(), gradients)).abs()
+            assert (error <= weight.double().abs() * 2**-8 + 1e-6).all(), name
+
+
+def test_bf16_moments_and_gradients_train_like_fp32_ones(folder: Path, tmp_path: Path) -> None:
+    (plain,) = steps(folder, tmp_path / "plain", 1, [], device=False)
+    smaller = ["optimizer.moments_dtype=bf16", "optimizer.gradients_dtype=bf16"]
+    (small,) = steps(folder, tmp_path / "small", 1, smaller)
+    for name, expected in plain["gradients"][0].items():
+        found = small["gradients"][0][name]
+        assert found.dtype == torch.bfloat16 and expected.dtype == torch.float32
+        # Three microbatches, each rounded and added in bf16; the head's own sum over chunks is rounded once for each.
+        assert (found.float() - expected).norm() < 2**-7 * expected.norm(), name
+    start = load_file(folder / "model/model.safetensors")
+    gradients = [{name: g.float() for name, g in step.items()} for step in small["gradients"]]
+    for name, weight in small["weights"][-1].items():
+        expected = adam(start[name].bfloat16(), [step[name] for step in gradients])
+        error = (weight.double() - expected).abs()
+        assert (error <= weight.double().abs() * 2**-8 + 0.02 * LEARNING_RATE).all(), name
+
+
+SHAPE: ModelShape = model_shape(LLAMA_8B)
+EIGHT_B = 8_030_261_248
+
+
+def test_bytes_of_a_parameter() -> None:
+    """By hand, for each of 8.03e9 parameters; Transformer Engine widens bf16 moments for a step."""
+    plain = stage_memory(SHAPE, Layout(), 0, 1)
+    assert (plain.gradients, plain.optimizer, plain.step) == (4 * EIGHT_B, 12 * EIGHT_B, 0)
+    small = stage_memory(SHAPE, Layout(moments="bf16", gradients="bf16", data=4), 0, 1)
+    assert (small.gradients, small.optimizer, small.step) == (2 * EIGHT_B, 2 * EIGHT_B, 2 * EIGHT_B)
+    assert small.device == small.weights + small.gradients + small.optimizer + small.step  # nothing else is as large
+    host = stage_memory(SHAPE, Layout(offload=1, reference="ema"), 0, 1)
+    assert (host.optimizer, host.host_optimizer, host.host) == (0, 16 * EIGHT_B, 20 * EIGHT_B)
+    quarter = stage_memory(SHAPE, Layout(offload=0.25, gradients="bf16"), 0, 1)
+    assert (quarter.optimizer, quarter.host_optimizer) == (16 * EIGHT_B * 3 // 4, 16 * EIGHT_B // 4)
+    # The head cannot sum into bf16: 4 V H beside it in fp32; handing it over, 2 V H take the place of a chunk's logits.
+    more = stage_memory(SHAPE, Layout(gradients="bf16"), 0, 32768).head - stage_memory(SHAPE, Layout(), 0, 32768).head
+    logits = 4 * 512 * 128256 + 6 * 512 * 4096
+    assert more == 6 * 128256 * 4096 - logits
+    adapters = stage_memory(SHAPE, Layout(gradients="bf16", lora_rank=8), 0, 32768).head
+    assert adapters == stage_memory(SHAPE, Layout(lora_rank=8), 0, 32768).head
+
+
+def test_8b_at_32k_fits_one_card_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "llama3_8b_32k_one_gpu"]) == 0
+    page = capsys.readouterr().out
+    assert "8.03B parameters on 1 x H800: TP 1, PP 1, CP 1, DP 1; microbatches of 32768 tokens, recompute full" in page
+    assert "100% of the optimizer on the host" in page
+    # 2 + 4 bytes of 8.03e9; each layer's input and one whole layer; two chunks of logits and the gradient of hidden.
+    (stage,) = (line.split() for line in page.splitlines() if line.startswith("  stage 0"))
+    assert stage[2:] == ["14.96", "29.92", "0.00", "12.50", "0.76", "58.14", "119.66"]
+    assert main(["plan", "llama3_8b_32k_one_gpu", "optimizer.offload_fraction=0"]) == 1
+    bf16 = ["optimizer.moments_dtype=bf16", "optimizer.gradients_dtype=bf16", "optimizer.offload_fraction=0"]
+    assert main(["plan", "llama3_8b_32k_one_gpu", *bf16]) == 1  # 12 bytes of 8.03e9 are 89.7 GiB
+    assert "moments bf16; gradients bf16" in capsys.readouterr().out
+    assert fits(SHAPE, Layout(offload=1, recompute="full"), DEVICES["A100"], 32768)
+
+
+def test_the_plan_refuses_what_a_run_would() -> None:
+    refused = {
+        "offload_fraction=1.5: must be at least 0, at most 1": Layout(offload=1.5),
+        "moments_dtype=bf16: needs precision bf16, not fp32": Layout(moments="bf16", precision="fp32"),
+        "gradients_dtype=bf16: needs .* the distributed optimizer": Layout(
+            gradients="bf16", distributed_optimizer=False
+        ),
+        "moments_dtype=bf16: an offloaded optimizer keeps fp32": Layout(moments="bf16", offload=0.5),
+    }
+    for message, layout in refused.items():
+        with pytest.raises(ValueError, match=message):
+            check_layout(SHAPE, layout)
+    assert peak(SHAPE, Layout(offload=0.5), 1024) < peak(SHAPE, Layout(), 1024)
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "engine", "message"),
+    [
+        (["moments_dtype=bf16"], False, (), "optimizer.moments_dtype=bf16: needs a GPU.* set fp32 on a CPU"),
+        (["offload_fraction=1"], False, (), "optimizer.offload_fraction=1.0: needs a GPU.* set 0.0 on a CPU"),
+        (["moments_dtype=bf16"], True, (2, 2), r"FusedAdam of Transformer Engine 2.3 or newer, and 2.2 is installed"),
+        (["gradients_dtype=bf16"], True, (), "and none is installed; set fp32"),
+        (["gradients_dtype=bf16", "offload_fraction=.5"], True, (), None),
+        (["moments_dtype=bf16", "gradients_dtype=bf16"], True, (2, 9), None),
+        (["moments_dtype=bf16", "offload_fraction=.5"], True, (2, 9), "keeps fp32 moments; set fp32, or .* not 0.5"),
+        (["moments_dtype=fp16"], True, (2, 9), "optimizer.moments_dtype='fp16': must be one of fp32, bf16"),
+        (["offload_fraction=2"], True, (2, 9), "optimizer.offload_fraction=2.0: must be at least 0, at most 1"),
+    ],
+)
+def test_refused_before_a_model_is_built(given, gpu, engine, message, monkeypatch) -> None:
+    monkeypatch.setattr(preflight.platform, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(preflight.platform, "transformer_engine", lambda: engine)
+    base = ["output=x", "model.path=x", "model.precision=bf16"]
+
+    def check(precision: str = "bf16") -> None:
+        overrides = [*base, f"model.precision={precision}", *(f"optimizer.{text}" for text in given)]
+        preflight.check_optimizer(load("rehearsal", overrides), here=True)
+
+    if message is None:
+        check()
+        with pytest.raises(ValueError, match="needs model.precision=bf16, not fp32"):
+            check("fp32")
+    else:
+        with pytest.raises(ValueError, match=message):
+            check()
