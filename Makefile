@@ -7,6 +7,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 ROLLOUT_VENV ?= .venv-rollout
 ARGS   ?=
+WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 export ROLLOUT_VENV
@@ -17,7 +18,7 @@ rehearsal: setup
 	$(BIN)/flashrl rehearse $(ARGS)
 
 test: setup rollout-venv lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 setup: $(VENV)/.ready
 

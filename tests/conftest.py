@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,31 +19,33 @@ import torch
 torch.set_num_threads(1)
 
 import pytest  # noqa: E402
+from paths import TESTS  # noqa: E402
 from real_server import RealServer, rollout_python  # noqa: E402
 from session_processes import SessionProcesses  # noqa: E402
 
 from nemo_flashrl.rehearsal.warm_start import make_warm_start  # noqa: E402
 
 REAL_SERVER = "vllm_server"
-SERVER = pytest.StashKey[RealServer]()
+# The folders whose tests take longest, mostly in processes of their own. Two workers begin with them: what is left at
+# the end is short, and neither worker has to wait long for the other.
+LONG_FIRST = ("slurm", "vllm_server", "rehearsal", "whole_runs", "package", "weights", "docs", "engines", "ops")
 PROCESSES = pytest.StashKey[SessionProcesses]()
+LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[PROCESSES] = SessionProcesses()
+    """The workers of `pytest -n` and what they start carry the mark of the process that began them."""
+    if not hasattr(config, "workerinput"):
+        config.stash[PROCESSES] = SessionProcesses()
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The real server takes a minute or more to come up: it begins with the session, and its tests come late.
-
-    What looks back over the session comes last.
-    """
-    waiting = [item for item in items if REAL_SERVER in getattr(item, "fixturenames", ())]
-    last = [item for item in items if "session_processes" in getattr(item, "fixturenames", ())]
-    items[:] = [item for item in items if item not in [*waiting, *last]] + waiting + last
-    if waiting and not config.option.collectonly and rollout_python() is not None:
-        config.stash[SERVER] = RealServer()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long ones first. The tests of a file share a worker, and so do those against the one real server."""
+    places = {folder: place for place, folder in enumerate(LONG_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).parts[0], len(places)))
+    for item in items:
+        own = REAL_SERVER if REAL_SERVER in getattr(item, "fixturenames", ()) else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(own))
 
 
 def pytest_collection_finish() -> None:
@@ -51,33 +54,37 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    _end_server(config)
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """When all workers have ended: what the tests leave on the machine fails the session."""
+    if PROCESSES in session.config.stash and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        session.config.stash[LEFT] = session.config.stash[PROCESSES].left()
+        if session.config.stash[LEFT]:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def _end_server(config: pytest.Config) -> None:
-    if SERVER in config.stash and config.stash[SERVER].process.poll() is None:
-        config.stash[SERVER].end()
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if lines := config.stash.get(LEFT, []):
+        terminalreporter.section("left on the machine", red=True)
+        for line in lines:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")
-def vllm_server(request: pytest.FixtureRequest) -> RealServer:
+def vllm_server() -> Iterator[RealServer]:
     """The one vLLM server of a session, ready."""
-    if SERVER not in request.config.stash:
+    if rollout_python() is None:
         pytest.skip("vLLM is not installed here: `make rollout-venv` does it on Linux x86-64")
-    server = request.config.stash[SERVER]
-    server.wait()
-    return server
+    server = RealServer()
+    try:
+        server.wait()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.end()
 
 
 @pytest.fixture(scope="session")
 def warm_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rehearsal's model, to be read alone: it solves some tasks and not others, so every batch has a gradient."""
     return make_warm_start(tmp_path_factory.mktemp("rehearsal") / "warm_start")
-
-
-@pytest.fixture(scope="session")
-def session_processes(request: pytest.FixtureRequest) -> SessionProcesses:
-    """Of everything that this session has started; the tests that ask for it come last, so the server ends first."""
-    _end_server(request.config)
-    return request.config.stash[PROCESSES]

@@ -112,7 +112,7 @@ class RolloutConfig:
     updates_per_batch: int = within(1, 1)  # optimizer steps on each batch; from the second on, off-policy
     dynamic_sampling_max_groups: int = within(0, 0)  # zero-variance groups per batch replaced by other prompts; 0: none
     temperature: float = within(1.0, ABOVE_ZERO, 100)
-    temperature_schedule: list[Any] = field(default_factory=list)  # overrides it: [[share of steps, value from it], ...]
+    temperature_schedule: list[Any] = field(default_factory=list)  # instead: [[share of all steps, from there on], ...]
     max_turns: int = within(8, 1)
     max_tokens_per_turn: int = within(512, 1)
     max_observation_tokens: int = within(2048, 1)

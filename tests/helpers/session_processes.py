@@ -26,6 +26,15 @@ NAME = "FLASHRL_TEST_SESSION"
 PREFIX = "flashrl-tests-"
 GLOO_LOOP = "gloo_tcp_loop"  # the thread that each process group over gloo keeps until it is dropped
 KILLING_SECONDS = 60.0
+MOST_GLOO_LOOPS = 40  # of a process; each is a thread that polls and two that wait: hundreds starve two cores
+STAYS = {  # pattern of what is in the folder until the session ends -> why
+    "pymp-*": "the fork server's socket",
+    "tmp*wandb-*": "wandb makes them when it is imported, and a fork that is ended does not remove them",
+    "torchelastic_*": "torchrun's logs, where a test starts it as a user does",
+    "????????-????-????-????-????????????": "vLLM's sockets",
+    "torchinductor_*": "torch's compiled code, of jobs that Slurm starts in an environment of their own",
+    "vllm_dist_*": "torch's store of a vLLM server, which removes it when it is not killed",
+}
 
 
 class SessionProcesses:
@@ -55,6 +64,25 @@ class SessionProcesses:
             for process in [os.getpid(), *marked(self.mark)]:
                 self.most_gloo_loops = max(self.most_gloo_loops, (gloo_loops(process), command(process)))
             time.sleep(self._every_seconds)
+
+    def left(self, seconds: float = 60.0) -> list[str]:
+        """What the tests have left behind, in words, once what was just ended has had so many seconds to be gone.
+
+        Python's own processes end with the session: fork servers, their trackers, workers of a pool.
+        """
+        deadline = time.monotonic() + seconds
+        while (running := self._running()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        files = [file for file in self.folder.iterdir() if not any(map(file.match, STAYS))]
+        found = [f"runs: {line}" for line in running] + [f"lies there: {file}" for file in files]
+        loops, holder = self.most_gloo_loops
+        if loops > MOST_GLOO_LOOPS:
+            found.append(f"held {loops} process groups over gloo, more than {MOST_GLOO_LOOPS}: {holder}")
+        return found
+
+    def _running(self) -> list[str]:
+        commands = [command(process) for process in marked(self.mark) if process != os.getpid()]
+        return [line for line in commands if line and "multiprocessing" not in line]
 
 
 def gloo_loops(process: int) -> int:
