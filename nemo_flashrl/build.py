@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nemo_flashrl.run.folder import RunFolder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}  # current scaling
 
 
 def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
@@ -69,9 +70,9 @@ def build_optimizer_config(config: RunConfig) -> Any:
 
     optimizer = config.optimizer
     moments = DTYPES[optimizer.moments_dtype]
-    smaller: dict[str, Any] = {}
+    smaller: dict[str, Any] = {"fp8_recipe": FP8["fp8_recipe"]} if optimizer.fp8_param_gather else {}
     if optimizer.offload_fraction or "bf16" in (optimizer.moments_dtype, optimizer.gradients_dtype):
-        smaller = {
+        smaller |= {
             "use_precision_aware_optimizer": True,
             "main_grads_dtype": DTYPES[optimizer.gradients_dtype],
             "exp_avg_dtype": moments,
@@ -143,7 +144,9 @@ def build_data(config: RunConfig, parts: Parts, driver: RolloutDriver | None) ->
         BatchingSettings(
             max_tokens_per_microbatch=config.batching.max_tokens_per_microbatch,
             layout=config.batching.layout,
-            multiple=length_multiple(parallel.tensor, parallel.sequence, parallel.context),
+            multiple=length_multiple(
+                parallel.tensor, parallel.sequence, parallel.context, fp8=config.optimizer.fp8_param_gather
+            ),
             context_length=config.model.context_length,
             context_margin=config.batching.context_margin,
             on_too_long=config.batching.on_too_long,
@@ -232,7 +235,8 @@ def build_trainer(config: RunConfig, callbacks: list[Any], folder: RunFolder | N
     fp32_gradients = config.optimizer.gradients_dtype == "fp32"
     plugins: list[Any] = []
     if _dtype(config) == torch.bfloat16:  # what it says of gradients replaces what DDP's own configuration says
-        plugins.append(nl.MegatronMixedPrecision("bf16-mixed", grad_reduce_in_fp32=fp32_gradients))
+        fp8 = FP8 if config.optimizer.fp8_param_gather else {}
+        plugins.append(nl.MegatronMixedPrecision("bf16-mixed", grad_reduce_in_fp32=fp32_gradients, **fp8))
     if "RANK" in os.environ:  # inside a Slurm job Lightning would count Slurm's tasks instead
         plugins.append(TorchElasticEnvironment())
     trainer = nl.Trainer(

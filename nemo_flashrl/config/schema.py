@@ -85,6 +85,7 @@ class OptimizerConfig:
     moments_dtype: str = one_of("fp32", "bf16")  # Adam's two moments; bf16 needs Transformer Engine's FusedAdam
     gradients_dtype: str = one_of("fp32", "bf16")  # summed over microbatches and reduced over ranks in this dtype
     offload_fraction: float = within(0.0, 0, 1)  # share of the optimizer's state and step that the host takes
+    fp8_param_gather: bool = False  # layers compute in FP8, and their weights are kept and gathered in it
 
 
 @dataclass

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 
-def length_multiple(tensor: int, sequence: bool, context: int) -> int:
+def length_multiple(tensor: int, sequence: bool, context: int, fp8: bool = False) -> int:
     """What every sequence's length has to be a multiple of, at these parallel sizes.
 
-    A rank's share is two equal chunks, and under sequence parallelism that share is cut into `tensor` pieces again.
+    A rank's share is two equal chunks, and under sequence parallelism that share is cut into `tensor` pieces again. A
+    product of FP8 matrices sums over a multiple of 16 tokens.
     """
-    shards = tensor if sequence else 1
+    shards = math.lcm(tensor if sequence else 1, 16 if fp8 else 1)
     return context * math.lcm(2, shards) if context > 1 else shards
 
 

@@ -124,6 +124,11 @@ def transformer_engine() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
+def multiplies_fp8() -> bool:
+    """Whether this process's GPU does (Ada, Hopper and newer)."""
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
 def describe() -> dict[str, str]:
     """What this machine offers: number and name of devices, memory of the first, versions; "" for what is not there."""
     count = torch.cuda.device_count() if has_gpu() else 0

@@ -57,7 +57,7 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
         )
     if config.parallel.sequence and tensor == 1:
         raise ValueError("parallel.sequence=True needs parallel.tensor of 2 or more")
-    multiple = length_multiple(tensor, config.parallel.sequence, context)
+    multiple = length_multiple(tensor, config.parallel.sequence, context, fp8=config.optimizer.fp8_param_gather)
     budget, length = config.batching.max_tokens_per_microbatch, config.model.context_length
     if multiple > min(budget, length):
         raise ValueError(
@@ -71,7 +71,7 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
 def check_optimizer(config: RunConfig, *, here: bool) -> None:
     """Refuse what Megatron's precision-aware and hybrid optimizers cannot do, `here`: on this machine."""
     optimizer, usual = config.optimizer, OptimizerConfig()
-    names = ("moments_dtype", "gradients_dtype", "offload_fraction")
+    names = ("moments_dtype", "gradients_dtype", "offload_fraction", "fp8_param_gather")
     given = {name: getattr(optimizer, name) for name in names if getattr(optimizer, name) != getattr(usual, name)}
     for name, value in given.items():
         said, default = f"optimizer.{name}={value}", getattr(usual, name)
@@ -79,18 +79,35 @@ def check_optimizer(config: RunConfig, *, here: bool) -> None:
             raise ValueError(f"{said}: needs model.precision=bf16, not {config.model.precision}; or set {default}")
         if here and not platform.has_gpu():
             raise ValueError(f"{said}: needs a GPU, for Megatron's distributed optimizer; set {default} on a CPU")
-        by_fused_adam = name == "moments_dtype" or not optimizer.offload_fraction
-        if here and by_fused_adam and platform.transformer_engine() < FUSED_ADAM:
+        if here and platform.transformer_engine() < FUSED_ADAM:
             found = ".".join(map(str, platform.transformer_engine())) or "none"
             raise ValueError(
                 f"{said}: needs the FusedAdam of Transformer Engine {'.'.join(map(str, FUSED_ADAM))} or newer, and "
                 f"{found} is installed; set {default}"
             )
+    if optimizer.fp8_param_gather:
+        _check_fp8(config, here=here)
     if {"moments_dtype", "offload_fraction"} <= given.keys():
         raise ValueError(
             f"optimizer.moments_dtype={optimizer.moments_dtype}: Megatron's hybrid optimizer keeps fp32 moments; set "
             f"fp32, or optimizer.offload_fraction=0, not {optimizer.offload_fraction:g}"
         )
+
+
+def _check_fp8(config: RunConfig, *, here: bool) -> None:
+    """What needs whole weights of 16 bits, and a GPU that multiplies in FP8."""
+    said, offload = "optimizer.fp8_param_gather=True", config.optimizer.offload_fraction
+    if config.lora.rank:
+        raise ValueError(f"{said}: adapters keep the weights as they are, and nothing is gathered; set false")
+    if config.reference.mode != "none":
+        raise ValueError(
+            f"{said}: FP8 weights cannot change places with the reference's; set false, or reference.mode=none, not "
+            f"{config.reference.mode}"
+        )
+    if offload:
+        raise ValueError(f"{said}: Megatron's hybrid optimizer takes no FP8 weights; set optimizer.offload_fraction=0")
+    if here and not platform.multiplies_fp8():
+        raise ValueError(f"{said}: the GPU is older than Ada and Hopper and has no FP8; set false")
 
 
 def read_model(config: RunConfig, world_size: int) -> dict[str, Any]:
@@ -137,6 +154,8 @@ def check_experts(config: RunConfig, hf_config: dict[str, Any], world_size: int)
     """Refuse experts that the layout cannot spread."""
     expert = config.parallel.expert
     experts = hf_config.get("num_local_experts") or hf_config.get("num_experts") or 0
+    if experts and config.optimizer.fp8_param_gather:
+        raise ValueError("optimizer.fp8_param_gather=True: experts get no multiple of 16 tokens; set false")
     if expert > 1 and (not experts or experts % expert):
         raise ValueError(f"parallel.expert={expert}: does not divide the model's experts ({experts} a layer)")
     if experts and config.parallel.tensor > 1 and not config.parallel.sequence:

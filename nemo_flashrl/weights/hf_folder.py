@@ -52,6 +52,8 @@ def load_hf_folder(model: Model, folder: str | Path, vocab_size: int) -> None:
         if not shard.isfinite().all():
             raise ValueError(f"{', '.join(names)} of {folder}: NaN or inf among the weights; name another checkpoint")
         parameter.copy_(shard)
+        if (begun_with := getattr(parameter, "get_high_precision_init_val", lambda: None)()) is not None:
+            begun_with.copy_(shard)  # of an FP8 weight: what the optimizer's fp32 weight starts from
         used.update(names)
     _check_all_used(source, used, layout)
 

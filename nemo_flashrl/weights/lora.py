@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.models.gpt import GPTModel as MegatronGPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nemo.collections.llm.peft.lora import LoRALinear
@@ -106,7 +107,7 @@ def merged(models: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tensor]:
     def value(parameter: Tensor) -> Tensor:
         wrapper = wrappers.get(id(parameter))
         if wrapper is None:
-            return parameter.detach()
+            return parameter.dequantize() if is_float8tensor(parameter) else parameter.detach()
         down, up = factors(wrapper)
         return (parameter.float() + up @ down).to(parameter.dtype)
 

@@ -37,6 +37,14 @@ def test_the_multiple_lets_every_rank_have_equal_chunks(tensor, sequence, contex
     assert not sequence or share % tensor == 0
 
 
+def test_fp8_products_sum_over_a_multiple_of_16_tokens() -> None:
+    assert [length_multiple(t, s, c, fp8=True) for t, s, c in ((1, False, 1), (3, True, 1), (2, True, 2))] == [
+        16,
+        48,
+        32,
+    ]
+
+
 def test_segments_of_a_packed_row_are_cut_one_by_one() -> None:
     short, long = (
         [t for t in random_trajectories(40, 50) if len(t.token_ids) in lengths][0] for lengths in ((7, 8), (13,))

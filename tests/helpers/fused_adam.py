@@ -71,12 +71,13 @@ class FusedAdam(torch.optim.Optimizer):
 
 def install_fused_adam() -> None:
     """Where Megatron looks for it, as if it had been there when Megatron was imported."""
-    from megatron.core import optimizer
+    from megatron.core import optimizer, utils
     from megatron.core.optimizer import distrib_optimizer
 
     for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
         sys.modules.setdefault(name, ModuleType(name))
     sys.modules["transformer_engine.pytorch.optimizers"].FusedAdam = FusedAdam
+    utils._te_version = utils.PkgVersion("2.9.0")
     optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True

@@ -47,10 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def steps(folder: Path, out: Path, processes: int, overrides: list[str], *, device: bool = True) -> list[dict]:
+def steps(folder: Path, out: Path, processes: int, overrides: list[str], device: bool = True, **places) -> list[dict]:
     """What each rank found: bytes, and the weights and gradients of each step under Hugging Face's names."""
     arguments = (folder / "model", folder / "batch.pkl", out, VOCAB_SIZE, *OVERRIDES, *overrides)
-    run_ranks(processes, "optimizer_on_host", *arguments, device=device)
+    run_ranks(processes, "optimizer_on_host", *arguments, device=device, **places)
     return [torch.load(out.with_suffix(f".{rank}")) for rank in range(processes)]
 
 
@@ -94,6 +94,19 @@ def test_what_megatron_holds_and_computes(case: str, folder: Path, tmp_path: Pat
             assert (error <= weight.double().abs() * 2**-8 + 1e-6).all(), name
 
 
+@pytest.mark.parametrize("setting", ["offload_fraction=1", "moments_dtype=bf16"])
+def test_a_resumed_step_is_the_one_that_would_have_followed(setting: str, folder: Path, tmp_path: Path) -> None:
+    """fp32 weights and moments come back to where they were, and at once: the second step moves as far as the first."""
+    own = [f"optimizer.{setting}"]
+    (whole,) = steps(folder, tmp_path / "whole", 1, own)
+    steps(folder, tmp_path / "first", 1, [*own, "trainer.steps=1"], save=tmp_path / "checkpoint")
+    (second,) = steps(folder, tmp_path / "second", 1, own, resume=tmp_path / "checkpoint")
+    assert len(second["weights"]) == 1
+    for name, weight in second["weights"][0].items():
+        assert torch.equal(weight, whole["weights"][1][name]), name
+        assert not torch.equal(weight, whole["weights"][0][name]), name
+
+
 def test_bf16_moments_and_gradients_train_like_fp32_ones(folder: Path, tmp_path: Path) -> None:
     (plain,) = steps(folder, tmp_path / "plain", 1, [], device=False)
     smaller = ["optimizer.moments_dtype=bf16", "optimizer.gradients_dtype=bf16"]
@@ -109,6 +122,24 @@ def test_bf16_moments_and_gradients_train_like_fp32_ones(folder: Path, tmp_path:
         expected = adam(start[name].bfloat16(), [step[name] for step in gradients])
         error = (weight.double() - expected).abs()
         assert (error <= weight.double().abs() * 2**-8 + 0.02 * LEARNING_RATE).all(), name
+
+
+def test_fp8_weights_begin_as_the_checkpoints_and_leave_in_16_bits(folder: Path, tmp_path: Path) -> None:
+    """Transformer Engine keeps what a layer was made with, and the optimizer's fp32 weights start from that."""
+    run_ranks(1, "fp8_weights", folder / "model", folder / "batch.pkl", tmp_path / "out", VOCAB_SIZE)
+    found = torch.load(tmp_path / "out")
+    assert found["told"] == {
+        **{"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True, "fp8_param_gather": True},
+        **{
+            "grad_reduce_in_fp32": False,
+            "recipe of the optimizer": "tensorwise",
+            "FusedAdam holds fp32 weights": False,
+        },
+    }
+    weights = load_file(folder / "model/model.safetensors")
+    assert found["begun"].keys() == found["sent"].keys() == weights.keys()
+    assert all(torch.equal(begun, weights[name]) for name, begun in found["begun"].items())
+    assert all((sent == 2).all() for sent in found["sent"].values())  # what `dequantize` gave
 
 
 SHAPE: ModelShape = model_shape(LLAMA_8B)
@@ -171,9 +202,17 @@ def test_the_plan_refuses_what_a_run_would() -> None:
         (["offload_fraction=1"], False, (), "optimizer.offload_fraction=1.0: needs a GPU.* set 0.0 on a CPU"),
         (["moments_dtype=bf16"], True, (2, 2), r"FusedAdam of Transformer Engine 2.3 or newer, and 2.2 is installed"),
         (["gradients_dtype=bf16"], True, (), "and none is installed; set fp32"),
-        (["gradients_dtype=bf16", "offload_fraction=.5"], True, (), None),
+        (["offload_fraction=.5"], True, (), "optimizer.offload_fraction=0.5: needs .* none is installed; set 0.0"),
+        (["gradients_dtype=bf16", "offload_fraction=.5"], True, (2, 3), None),
         (["moments_dtype=bf16", "gradients_dtype=bf16"], True, (2, 9), None),
         (["moments_dtype=bf16", "offload_fraction=.5"], True, (2, 9), "keeps fp32 moments; set fp32, or .* not 0.5"),
+        (["fp8_param_gather=true"], False, (), "optimizer.fp8_param_gather=True: needs a GPU.* set False on a CPU"),
+        (
+            ["fp8_param_gather=true", "offload_fraction=1"],
+            True,
+            (2, 9),
+            "takes no FP8 weights; .*offload_fraction=0",
+        ),
         (["moments_dtype=fp16"], True, (2, 9), "optimizer.moments_dtype='fp16': must be one of fp32, bf16"),
         (["offload_fraction=2"], True, (2, 9), "optimizer.offload_fraction=2.0: must be at least 0, at most 1"),
     ],
@@ -194,3 +233,25 @@ def test_refused_before_a_model_is_built(given, gpu, engine, message, monkeypatc
     else:
         with pytest.raises(ValueError, match=message):
             check()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["lora.rank=4"], "adapters keep the weights as they are"),
+        (["reference.mode=ema"], "cannot change places .* set false, or reference.mode=none, not ema"),
+        ([], "older than Ada and Hopper"),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be(given, message, monkeypatch) -> None:
+    monkeypatch.setattr(preflight.platform, "has_gpu", lambda: True)
+    monkeypatch.setattr(preflight.platform, "transformer_engine", lambda: (2, 9))
+    monkeypatch.setattr(preflight.platform, "multiplies_fp8", lambda: False)
+    base = ["output=x", "model.path=x", "model.precision=bf16", "optimizer.fp8_param_gather=true"]
+    with pytest.raises(ValueError, match=f"optimizer.fp8_param_gather=True: .*{message}"):
+        preflight.check_optimizer(load("rehearsal", [*base, *given]), here=True)
+    config = load("rehearsal", base)
+    if not given:
+        preflight.check_optimizer(config, here=False)  # a launcher's machine is not the one that trains
+        with pytest.raises(ValueError, match="experts get no multiple of 16 tokens"):
+            preflight.check_experts(config, {"num_experts": 4}, 1)

@@ -21,16 +21,28 @@ from workers.parity import Driver, copies, make_run
 
 
 class DeviceTensor(torch.Tensor):
-    """What is computed from one is of the device too."""
+    """What is made from one without a gradient, like state of an optimizer, is of the device too."""
 
     is_cuda = True
 
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **(kwargs or {}))
+        plain = type(made) is torch.Tensor and not made.requires_grad
+        return torch.Tensor._make_subclass(cls, made) if plain else made
+
     def cpu(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
+        return host(self)
 
     def type(self, *args, **kwargs):
-        plain = self.as_subclass(torch.Tensor)
+        plain = host(self)
         return plain.type(*args, **kwargs) if args or kwargs else plain.type().replace("torch.", "torch.cuda.")
+
+
+def host(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a plain tensor."""
+    return torch.Tensor._make_subclass(torch.Tensor, tensor)
 
 
 def put_on_device(model: torch.nn.Module) -> None:
@@ -39,7 +51,8 @@ def put_on_device(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                new = torch.nn.Parameter(parameter.data.as_subclass(DeviceTensor), parameter.requires_grad)
+                data = torch.Tensor._make_subclass(DeviceTensor, parameter.data)
+                new = torch.nn.Parameter(data, parameter.requires_grad)
                 new.__dict__.update(parameter.__dict__)
                 module._parameters[name] = moved.setdefault(id(parameter), new)
 
@@ -61,6 +74,15 @@ def pretend() -> None:
     torch.Tensor.pin_memory = lambda self, *args: self
 
 
+class SavedDriver(Driver):
+    """Has nothing that a checkpoint would have to hold."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None: ...
+
+
 class Held(pl.Callback):
     """Bytes of this rank by what holds them, after the last step; the weights and gradients of each step."""
 
@@ -76,46 +98,59 @@ class Held(pl.Callback):
     def on_train_batch_end(self, trainer, model, *_) -> None:
         from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
-        self.weights.append(copies(stream_hf_tensors(unwrap(model), self.vocab_size)))
+        weights = copies(stream_hf_tensors(unwrap(model), self.vocab_size))
+        self.weights.append({name: host(tensor) for name, tensor in weights.items()})
         self.bytes = {
             "weights": sum(p.nbytes for p in model.parameters()),
             "gradients": sum(p.main_grad.nbytes for p in model.parameters() if p.requires_grad),
             "optimizer": 0,
             "host_optimizer": 0,
         }
+        buffers = {p.main_grad.untyped_storage().data_ptr() for p in model.parameters() if p.requires_grad}
         for optimizer in trainer.optimizers:
             for one in optimizer.mcore_optimizer.chained_optimizers:
-                for tensor in state_of(one):
+                for tensor in state_of(one, buffers):
                     place = "optimizer" if isinstance(tensor, DeviceTensor) else "host_optimizer"
                     self.bytes[place] += tensor.nbytes
 
 
-def state_of(optimizer) -> list[torch.Tensor]:
-    """Every tensor that Megatron's optimizer holds beside the model's own weights and gradients."""
+def state_of(optimizer, buffers: set[int]) -> list[torch.Tensor]:
+    """Every tensor that Megatron's optimizer holds beside the model's weights, and the `buffers` of its gradients."""
     inner = optimizer.optimizer
     hybrid = isinstance(inner, HybridDeviceOptimizer)
-    held = [p for group in optimizer.shard_fp32_from_float16_groups for p in group if p is not None]
+    held = [p for group in getattr(optimizer, "shard_fp32_from_float16_groups", ()) for p in group if p is not None]
     for one in inner.sub_optimizers if hybrid else [inner]:
         parameters = [p for group in one.param_groups for p in group["params"]] if hybrid else []
-        held += parameters
-        held += [p.grad.as_subclass(type(p)) for p in parameters if p.grad is not None and p.grad._base is None]
+        held += [*parameters, *(p.grad for p in parameters if p.grad is not None)]
         held += [value for state in one.state.values() for name, value in state.items() if name in ADAM]
-    return held
+    by_storage = {tensor.untyped_storage().data_ptr(): tensor for tensor in held}  # one may be named twice
+    return [tensor for place, tensor in by_storage.items() if place not in buffers]
 
 
 ADAM = ("exp_avg", "exp_avg_sq", "master_param")
 
 
-def main(model_folder: Path, trajectories: Path, out: Path, vocab_size: int, *overrides: str, device: bool) -> None:
-    """`device`: whether there is one, and with it the distributed optimizer."""
+def main(
+    model_folder: Path,
+    trajectories: Path,
+    out: Path,
+    vocab_size: int,
+    *overrides: str,
+    device: bool,
+    save: Path | None = None,
+    resume: Path | None = None,
+) -> None:
+    """`device`: whether there is one, and with it the distributed optimizer; `save` and `resume`: a checkpoint."""
     platform.install()
     if device:
         pretend()
         install_fused_adam()
-    driver = Driver(trajectories) if os.environ["RANK"] == "0" else None
+    driver = SavedDriver(trajectories) if os.environ["RANK"] == "0" else None
     held = Held(vocab_size)
     trainer, model, data = make_run(model_folder, out, vocab_size, driver, [held], overrides, gate=False)
     trainer.strategy.ddp_config.use_distributed_optimizer = device
-    trainer.fit(model, datamodule=data)
+    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    if save:
+        trainer.save_checkpoint(save)
     found = {"bytes": held.bytes, "weights": held.weights, "gradients": held.gradients}
     torch.save(found, out.with_suffix(f".{torch.distributed.get_rank()}"))
