@@ -7,9 +7,10 @@ Trajectories of 8,192 action tokens in 8 turns: sentences of 8 to 20 made-up wor
 another order, and the byte pairs of the rehearsals' small tokenizer. The embedder is a random BERT of the sizes of
 all-MiniLM-L6-v2 (6 layers of 384, 22M parameters): its time is that of a trained one.
 
-    ms          of one trajectory, median, alone in its process; the first one apart, while token pieces are not cached
+    ms          of one trajectory, median, alone in its process, and of CPU time over all its threads; the first one
+                apart, while token pieces are not cached
     pause       the longest that an event loop which should wake every 2 ms is late while trajectories are measured in
-                the thread, and the 99th percentile
+                the thread, and the 99th percentile; "nothing" is a thread that sleeps
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ async def ngrams(one: Trajectory) -> int:
     return await asyncio.to_thread(new_tokens, one)
 
 
+async def nothing(_: Trajectory) -> None:
+    await asyncio.to_thread(time.sleep, 0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="a Hugging Face folder to embed with")
@@ -109,25 +114,27 @@ def main() -> None:
     tokenizer = small_tokenizer(TOKENS)
     given = [trajectory(tokenizer, seed) for seed in range(TRAJECTORIES)]
     print(f"{torch.get_num_threads()} threads; {TRAJECTORIES} trajectories of {TOKENS} tokens")
-    print("| novelty | first, ms | ms | new tokens | pause, longest, ms | 99%, ms |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| novelty | first, ms | ms | CPU ms | new tokens | pause, longest, ms | 99%, ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as made:
         embedder = FolderEmbedder(folder or random_embedder(Path(made), tokenizer))
     by_words, by_vectors = Novelty(tokenizer), Novelty(tokenizer, embedder)
     for name, measure, thread in (
+        ("nothing", lambda _: TOKENS, nothing),
         ("ngrams", new_tokens, ngrams),
         ("sentences", lambda one: new_tokens(by_words.measured(one)), by_words),
         ("embedder", lambda one: new_tokens(by_vectors.measured(one)), by_vectors),
     ):
-        times, counts = [], []
+        times, cpu, counts = [], [], []
         for one in given:
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), time.process_time()
             counts.append(measure(one))
             times.append(1e3 * (time.perf_counter() - began))
+            cpu.append(1e3 * (time.process_time() - spent))
         late = 1e3 * np.array(asyncio.run(longest_pauses(thread, given)))
         print(
-            f"| {name} | {times[0]:.1f} | {statistics.median(times[1:]):.1f} | {statistics.fmean(counts):.0f} "
-            f"| {late.max():.1f} | {np.quantile(late, 0.99):.1f} |",
+            f"| {name} | {times[0]:.1f} | {statistics.median(times[1:]):.1f} | {statistics.median(cpu[1:]):.1f} "
+            f"| {statistics.fmean(counts):.0f} | {late.max():.1f} | {np.quantile(late, 0.99):.1f} |",
             flush=True,
         )
 

@@ -185,13 +185,16 @@ class FolderEmbedder:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError("there is no config.json in it; name a Hugging Face model's folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._model, told = AutoModel.from_pretrained(
                 folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
             )
         except Exception as error:  # of whatever the files hold
-            raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}") from error
+            why = " ".join(str(error).split())[:500]
+            raise ValueError(f"transformers cannot load it: {type(error).__name__}: {why}") from error
         missing = sorted(name for name in told["missing_keys"] if "pooler" not in name)
         if missing:
             raise ValueError(f"the checkpoint lacks {len(missing)} of the model's weights, {missing[0]} for one")
@@ -230,10 +233,11 @@ def load_novelty(name: str, similarity: float, tokenizer: Any, enough: float = 0
         return None
     if name == SENTENCES:
         return Novelty(tokenizer)
-    if "." not in name and not Path(name).is_dir():
-        raise ValueError(f"neither {NGRAMS} nor {SENTENCES}, nor the folder or the dotted path of an embedder")
-    if "/" in name and not Path(name).is_dir():
+    folder = Path(name).is_dir()
+    if "/" in name and not folder:
         raise ValueError("there is no such folder; name one with a Hugging Face model and its tokenizer")
-    found = Novelty(tokenizer, FolderEmbedder(name) if Path(name).is_dir() else load_function(name), similarity, enough)
+    if "." not in name and not folder:
+        raise ValueError(f"neither {NGRAMS} nor {SENTENCES}, nor the folder or the dotted path of an embedder")
+    found = Novelty(tokenizer, FolderEmbedder(name) if folder else load_function(name), similarity, enough)
     found.check()
     return found

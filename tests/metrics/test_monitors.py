@@ -141,7 +141,8 @@ def test_two_of_the_four_are_told_with_what_they_move(capsys) -> None:
     assert conflict_table(changed_settings(one, FlashReinforce())) == ""
     assert conflict_table(changed_settings(config_of(), Grpo(GrpoSettings(group_size=16)))) == ""
     mixed = config_of("rollout.temperature=0.9", "curriculum.classes=hops", "curriculum.mixture.1=1")
-    assert "curriculum.mixture  {'1': 1.0}" in conflict_table(changed_settings(mixed, FlashReinforce()))
+    table = conflict_table(changed_settings(mixed, FlashReinforce()))
+    assert "temperature and curriculum all move" in table and "curriculum.mixture   {'1': 1.0}" in table
     both = config_of("rollout.temperature_schedule=[[0,1],[0.5,0.9]]", "curriculum.mode=adaptive", "group_size.every=4")
     table = conflict_table(changed_settings(both, grpo))
     assert table.startswith("group size and temperature and normalisation and curriculum all move the distribution")
@@ -327,7 +328,8 @@ def test_each_class_of_tasks_is_told_of_in_a_run(warm_start, tmp_path) -> None:
         1, "training", "rehearsal", f"output={run}", f"model.path={warm_start}", "trainer.steps=4",
         "rollout.batch_size=32", "environment.settings.num_tasks=90", "checkpoint.every_steps=0",
         "curriculum.mode=adaptive", "curriculum.rule=threshold", "curriculum.threshold=0.45", "curriculum.share=0.5",
-        "curriculum.classes=hops", "curriculum.mixture={1: 1, 2: 1, 3: 2}", "evaluation.every_steps=2",
+        "curriculum.classes=hops", "curriculum.mixture.1=1", "curriculum.mixture.2=1", "curriculum.mixture.3=2",
+        "evaluation.every_steps=2",
         "evaluation.settings.seed=99", "evaluation.tasks=30", "length_penalty.coefficient=0.01",
         "length_penalty.limit=30", "length_penalty.unit=new_tokens", "length_penalty.novelty=sentences",
     )  # fmt: skip
@@ -339,7 +341,8 @@ def test_each_class_of_tasks_is_told_of_in_a_run(warm_start, tmp_path) -> None:
     assert share[0] == pytest.approx([0.25, 0.25, 0.5])  # nothing is known: 1/2 of each is above the threshold
     wanted = [m * max(0.0, 0.45 - p) for m, p in zip((0.25, 0.25, 0.5), success[1], strict=True)]
     assert share[1] == pytest.approx([0.2 * m + 0.8 * w / sum(wanted) for m, w in zip(share[0], wanted, strict=True)])
-    assert success[1][0] > success[1][2] and share[1][2] > 0.5 > share[1][0]  # the deepest is solved least
+    gained = [now / before for now, before in zip(share[1], share[0], strict=True)]
+    assert gained.index(max(gained)) == success[1].index(min(success[1])) and max(gained) > 1.1 > 0.9 > min(gained)
     assert share[2] == share[3] == pytest.approx([0.25, 0.25, 0.5])
     assert held_out[0] == held_out[2] == [None] * 3
     counts = Counter(task.hops for task in KeyValueStore.tasks(KeyValueStore.Settings(seed=99, num_tasks=30)))
@@ -349,7 +352,8 @@ def test_each_class_of_tasks_is_told_of_in_a_run(warm_start, tmp_path) -> None:
     for line in lines:  # a `get` of the same key twice says nothing new
         rows = [r for r in read_json_lines(run / "trajectories.jsonl") if r["step"] == line["step"]]
         assert line["new_tokens"] == pytest.approx(sum(row["new_tokens"] for row in rows) / 32)
-        assert 0 < line["new_tokens"] < line["response_tokens"]
+        assert 0 < line["new_tokens"] <= line["response_tokens"]
+    assert any(line["new_tokens"] < line["response_tokens"] for line in lines)
 
 
 def test_techniques_of_different_rooms_train_together(warm_start, tmp_path) -> None:

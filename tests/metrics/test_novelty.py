@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from nemo_flashrl.metrics.novelty import FolderEmbedder, Novelty, covered, sente
 from nemo_flashrl.metrics.repetition import new_tokens
 from nemo_flashrl.metrics.trajectory_log import trajectory_row
 from nemo_flashrl.preflight.prepare import prepare
-from nemo_flashrl.records import Trajectory
+from nemo_flashrl.records import Batch, Trajectory
 
 CLAIM = ("The capital of France is Paris. ", "Paris: it is France's capital! ", "So, capital of France: Paris it is. ")
 SAME = [  # the first says what the others say
@@ -219,8 +220,8 @@ def test_what_cannot_be_loaded_is_refused_before_a_model_is_built(warm_start, fo
     for novelty, told in (
         ("sentence", "neither ngrams nor sentences, nor the folder or the dotted path of an embedder"),
         (tmp_path / "nowhere", "there is no such folder"),
-        (empty, "OSError|ValueError"),
-        (damaged, "SafetensorError|OSError"),
+        (empty, "there is no config.json in it"),
+        (damaged, "transformers cannot load it: (SafetensorError|OSError)"),
         ("no_such_module.embed", "no module 'no_such_module' can be imported"),
         ("test_novelty.nothing", "is no function"),
         ("test_novelty.raising", r"the embedder \(length_penalty.novelty\) failed: KeyError: 'model'"),
@@ -259,33 +260,32 @@ def test_a_checkpoint_without_all_weights_is_refused(folder: Path, tmp_path: Pat
 
 
 def test_episodes_run_on_while_one_is_measured() -> None:
-    """An embedder that takes 0.2 s a trajectory: the event loop's longest pause is a fraction of that."""
-    pauses: list[float] = []
+    """Each measurement waits for the event loop to do something: it would wait for ever on the loop's own thread."""
+    played, at_a_time, most = threading.Event(), [], []
 
-    class Slow(Novelty):
+    class Waiting(Novelty):
         def measured(self, trajectory: Trajectory) -> Trajectory:
-            time.sleep(0.2)
-            return super().measured(trajectory)
-
-    async def watch() -> None:
-        while True:
-            began = time.perf_counter()
-            await asyncio.sleep(0.005)
-            pauses.append(time.perf_counter() - began)
+            at_a_time.append(trajectory)
+            most.append(len(at_a_time))
+            assert played.wait(60)
+            measured = super().measured(trajectory)
+            at_a_time.remove(trajectory)
+            return measured
 
     source = collector(
         ScriptedEngine(GET), lambda: ScriptedEnvironment([StepResult(), StepResult(done=True)]), batch_size=4,
-        novelty=Slow(TOKENIZER),
+        novelty=Waiting(TOKENIZER),
     )  # fmt: skip
 
-    async def run():
-        watching = asyncio.create_task(watch())
-        batch = await source.collect(0)
-        watching.cancel()
-        return batch
+    async def run() -> Batch:
+        collecting = asyncio.create_task(source.collect(0))
+        while not most:
+            await asyncio.sleep(0.001)
+        played.set()
+        return await collecting
 
     batch = asyncio.run(run())
-    assert len(pauses) > 40 and max(pauses) < 0.15
+    assert most == [1] * 4  # one at a time
     for trajectory in batch.trajectories:  # the second `get` is the first one again
         assert new_tokens(trajectory) == len(GET) == trajectory.action_count / 2
 
