@@ -15,7 +15,8 @@ def add_ablate(commands: argparse._SubParsersAction) -> None:
         help="vary one setting at a time from a baseline, over seeds: differences, confidence intervals, cost",
         description="Run a baseline configuration and each value of each varied setting, one at a time, with the "
         "same seeds, and write tables with confidence intervals, costs, convergence, oscillation, pass@k, length trend "
-        "and spikes (ablation.md), a picture (ablation.svg) and the numbers (ablation.json). A difference that is not significant over the seeds is called inconclusive. "
+        "and spikes (ablation.md), a picture (ablation.svg) and the numbers (ablation.json). A difference that is not "
+        "significant over the seeds is called inconclusive. "
         "Finished runs are kept, an interrupted one is resumed: rerun the same command to do the rest.",
         epilog="example: flashrl ablate rehearsal model.path=warm_start --vary advantage.clip=null,3 "
         "--vary rollout.temperature=1.0,0.85 --seeds 3 --output runs/ablation\n"
