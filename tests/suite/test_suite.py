@@ -55,7 +55,6 @@ def test_no_process_holds_many_process_groups(session_processes: SessionProcesse
 
 
 STAYS = {  # pattern of what is there until the session ends -> why
-    "org.chromium.Chromium.*": "of a browser, whose processes are ended together",
     "pymp-*": "the fork server's socket",
     "tmp*wandb-*": "wandb makes them when it is imported, and a fork that is ended does not remove them",
     "torchelastic_*": "torchrun's logs, where a test starts it as a user does",
