@@ -142,7 +142,7 @@ async def ways(
     load: Load, engine: VLLMEngine, tokenizer: Any, session: aiohttp.ClientSession, url: str
 ) -> dict[str, Callable[[], Awaitable[list[list[int]]]]]:
     """Three ways to the same answers; each keeps `load.at_once` requests going until all are answered."""
-    dialect = VLLMDialect(len(tokenizer))
+    dialect = VLLMDialect()
 
     def collector(engine: Engine) -> Collector:
         limits, sampling = Limits(max_context=load.context, step_timeout=60.0), Sampling(max_tokens=load.tokens)
@@ -269,7 +269,7 @@ async def answers(folder: Path, rounds: int) -> None:
         kept, busy = deque(maxlen=64), time.process_time()
         spent.clear()
         for _ in range(rounds):
-            kept.append(VLLMDialect(tokens).read(json.loads(text), 0))
+            kept.append(VLLMDialect().read(json.loads(text), 0))
         busy = (time.process_time() - busy) / rounds
         print(f"{name}: {1e3 * busy:.1f} ms of CPU an answer, the longest collection {max(spent):.3f} s")
         gc.collect()

@@ -75,8 +75,10 @@ def write_results(cells: Sequence[Cell], output: Path, measure: str | None, titl
     results = []
     runs = [read_run(cell.folder) for cell in finished]
     source, passes = pass_at_k(runs)
+    # A variant that evaluates and one that does not are compared by what both have.
+    compared = measure or (None if all(run.has("evaluation_success") for run in runs) else "success")
     for cell, run, passed in zip(finished, runs, passes, strict=True):
-        name, value = outcome(run, measure)
+        name, value = outcome(run, compared)
         spent, how = cost(run), replace(indicators_of(run, measure), pass_at_k=passed)
         values.setdefault(cell.variant, {})[cell.seed] = value
         costs.setdefault(cell.variant, []).append(spent)

@@ -62,8 +62,8 @@ class Dialect(Protocol):
         """
         ...
 
-    async def check(self, pool: ServerPool, server: Server) -> None:
-        """Refuse a server that cannot be trained from."""
+    async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
+        """Refuse a server that cannot be trained from a model of `vocab_size` tokens."""
         ...
 
     async def longest_context(self, pool: ServerPool, server: Server) -> int | None:
@@ -80,7 +80,7 @@ class Dialect(Protocol):
 
 
 class RemoteEngine:
-    """An `Engine` over servers that speak `dialect`; for one event loop.
+    """An `Engine` over servers that speak its class's `dialect`; for one event loop.
 
     Args:
         servers: their URLs.
@@ -92,9 +92,10 @@ class RemoteEngine:
         context: tokens that an episode may come to; a server that takes fewer is refused. 0 asks none.
     """
 
+    dialect: type[Dialect]
+
     def __init__(
         self,
-        dialect: Dialect,
         servers: Sequence[str],
         vocab_size: int,
         *,
@@ -107,20 +108,15 @@ class RemoteEngine:
         if not servers:
             raise ValueError("servers=[]: name the URL of one rollout server at least")
         self.version = version
-        self._dialect, self._vocab_size, self._initial_version = dialect, vocab_size, version
+        self._dialect, self._vocab_size, self._initial_version = self.dialect(), vocab_size, version
         self._context = context
         shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         self._home = WeightsHome(Path(weights_folder or shared))
         self._weights: Weights | None = None
         self._syncs = 0
         self._opening: asyncio.Task | None = None
-        self._pool = ServerPool(
-            servers,
-            timeout=timeout,
-            health_path=dialect.health_path,
-            health_seconds=health_seconds,
-            adopt=self._adopt,
-        )
+        health = {"health_path": self._dialect.health_path, "health_seconds": health_seconds}
+        self._pool = ServerPool(servers, timeout=timeout, adopt=self._adopt, **health)
 
     @property
     def faults(self) -> Counter[str]:
@@ -195,7 +191,7 @@ class RemoteEngine:
         await asyncio.shield(self._opening)
 
     async def _adopt(self, server: Server) -> None:
-        await self._dialect.check(self._pool, server)
+        await self._dialect.check(self._pool, server, self._vocab_size)
         longest = await self._dialect.longest_context(self._pool, server)
         if longest is not None and longest < self._context:
             raise ValueError(

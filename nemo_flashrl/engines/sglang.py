@@ -18,21 +18,11 @@ SUPPORTED = "SGLang 0.5.23"
 _SEEDS = 2**31  # SGLang keeps a seed in 32 bits
 
 
-class SGLangEngine(RemoteEngine):
-    """An `Engine` over SGLang servers; arguments as `RemoteEngine`, without the dialect."""
-
-    def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
-        super().__init__(SGLangDialect(vocab_size), servers, vocab_size, **options)
-
-
 class SGLangDialect:
     """SGLang's own routes. The end-of-sequence token always stops: who ignores it ignores stop tokens too."""
 
     health_path = "/health"
     generate_path = "/generate"
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
 
     def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
         """Everything is said, whatever the server's defaults: nothing truncates or tilts the distribution."""
@@ -65,14 +55,14 @@ class SGLangDialect:
         versions = token_versions(meta["weight_versions"], initial_version)
         return Generation(tuple(row[1] for row in rows), tuple(row[0] for row in rows), versions, reason)
 
-    async def check(self, pool: ServerPool, server: Server) -> None:
+    async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
         """Routes, versions, then what the log-probs are of; a server that was left paused is continued."""
         try:
             await pool.call(server, "/continue_generation", {})
             answer = await pool.call(server, self.generate_path, self.request([0], Sampling(max_tokens=1)))
             if "weight_versions" not in answer["meta_info"]:
                 raise ValueError("it does not report the weight version of each token")
-            await check_sampling(self, pool, server, self._vocab_size)
+            await check_sampling(self, pool, server, vocab_size)
         except ValueError as error:
             raise ValueError(f"{server.url}: {error}; supported is {SUPPORTED}") from error
         except (KeyError, IndexError, TypeError) as error:
@@ -110,3 +100,9 @@ class SGLangDialect:
             await pool.call(server, "/continue_generation", {})
             raise Fault("status", str(error)) from error
         await pool.call(server, "/continue_generation", {})
+
+
+class SGLangEngine(RemoteEngine):
+    """An `Engine` over SGLang servers; arguments as `RemoteEngine` has them."""
+
+    dialect = SGLangDialect

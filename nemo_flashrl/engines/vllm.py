@@ -25,21 +25,11 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 _HOW = f"start it with `flashrl serve-rollout` from an environment with {SUPPORTED}"
 
 
-class VLLMEngine(RemoteEngine):
-    """An `Engine` over vLLM servers that read new weights from a folder; arguments as `RemoteEngine` has them."""
-
-    def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
-        super().__init__(VLLMDialect(vocab_size), servers, vocab_size, **options)
-
-
 class VLLMDialect:
     """vLLM's routes."""
 
     health_path = "/health"
     generate_path = "/inference/v1/generate"
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
 
     def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
         """Everything is said, whatever the server's defaults: nothing truncates or tilts the distribution."""
@@ -77,7 +67,7 @@ class VLLMDialect:
             raise ValueError(f"finish_reason={choice['finish_reason']!r}")
         return Generation(token_ids, logprobs, versions, choice["finish_reason"])
 
-    async def check(self, pool: ServerPool, server: Server) -> None:
+    async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
         """Routes, transfer backend, then what the log-probs are of; a server that was left paused is continued."""
         try:
             await pool.call(server, "/is_paused")
@@ -89,7 +79,7 @@ class VLLMDialect:
             ) from error
         await pool.call(server, "/resume", {})
         try:
-            await check_sampling(self, pool, server, self._vocab_size)
+            await check_sampling(self, pool, server, vocab_size)
         except ValueError as error:
             raise ValueError(f"{server.url}: {error}; {_HOW}") from error
         except (KeyError, IndexError, TypeError) as error:
@@ -160,6 +150,38 @@ def _sampled(row: dict[str, Any], token: int) -> float:
     return logprob if logprob > NO_LOGPROB else -math.inf
 
 
+class VLLMEngine(RemoteEngine):
+    """An `Engine` over vLLM servers that read new weights from a folder; arguments as `RemoteEngine` has them."""
+
+    dialect = VLLMDialect
+
+
+class AdapterDialect(VLLMDialect):
+    """As vLLM's; whatever is asked for after the first sync is asked of the adapter."""
+
+    def __init__(self) -> None:
+        self._base = VLLMDialect()
+        self._loaded = False
+
+    def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
+        body = super().request(token_ids, sampling, **more)
+        return body | {"model": ADAPTER} if self._loaded else body
+
+    async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
+        """Of the base: a server that was started anew has no adapter yet."""
+        await self._base.check(pool, server, vocab_size)
+
+    async def _load_paused(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
+        """A load that fails leaves the adapter before it."""
+        body = {"lora_name": ADAPTER, "lora_path": update_info["folder"], "load_inplace": True}
+        try:
+            await pool.call(server, LOAD_ADAPTER, body)
+        except Fault as fault:
+            if fault.reason != "malformed":  # it answers in words
+                raise
+        self._loaded = True
+
+
 class AdapterEngine(RemoteEngine):
     """An `Engine` over vLLM servers that get a LoRA adapter alone; arguments as `RemoteEngine` has them.
 
@@ -169,8 +191,7 @@ class AdapterEngine(RemoteEngine):
     `load_weights` takes PEFT's names and factors, alpha / rank multiplied in.
     """
 
-    def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
-        super().__init__(AdapterDialect(vocab_size), servers, vocab_size, **options)
+    dialect = AdapterDialect
 
     async def _write(self, stream: NamedTensors, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -183,30 +204,3 @@ class AdapterEngine(RemoteEngine):
             if f"`{ADAPTER}` does not exist" not in str(error):
                 raise
             raise Fault("version", f"{server.url} has lost the adapter: it was restarted") from error
-
-
-class AdapterDialect(VLLMDialect):
-    """As vLLM's; whatever is asked for after the first sync is asked of the adapter."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size)
-        self._base = VLLMDialect(vocab_size)
-        self._loaded = False
-
-    def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
-        body = super().request(token_ids, sampling, **more)
-        return body | {"model": ADAPTER} if self._loaded else body
-
-    async def check(self, pool: ServerPool, server: Server) -> None:
-        """Of the base: a server that was started anew has no adapter yet."""
-        await self._base.check(pool, server)
-
-    async def _load_paused(self, pool: ServerPool, server: Server, update_info: dict[str, Any]) -> None:
-        """A load that fails leaves the adapter before it."""
-        body = {"lora_name": ADAPTER, "lora_path": update_info["folder"], "load_inplace": True}
-        try:
-            await pool.call(server, LOAD_ADAPTER, body)
-        except Fault as fault:
-            if fault.reason != "malformed":  # it answers in words
-                raise
-        self._loaded = True

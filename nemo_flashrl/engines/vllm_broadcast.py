@@ -43,8 +43,10 @@ class BroadcastEngine(RemoteEngine):
     `weights_folder` is for this process alone. The group is made anew when a server has gone down or come back.
     """
 
+    dialect = VLLMDialect
+
     def __init__(self, servers: Sequence[str], vocab_size: int, **options: Any) -> None:
-        super().__init__(VLLMDialect(vocab_size), servers, vocab_size, **options)
+        super().__init__(servers, vocab_size, **options)
         self._device = platform.device()
         self._store: TCPStore | None = None
         self._group: WeightGroup | None = None

@@ -5,7 +5,6 @@ Reads small files only, imports no NeMo. Each refusal is a ValueError of one lin
 
 from __future__ import annotations
 
-import json
 import shlex
 import warnings
 from pathlib import Path
@@ -195,9 +194,9 @@ def read_tokenizer(folder: str | Path) -> Any:
         raise ValueError(f"{where} holds no tokenizer, none of {', '.join(_TOKENIZER_FILES)}: copy it from the model")
     for path in (*there, *Path(folder).glob("tokenizer_config.json")):
         refuse_lfs_pointer(path)
+    settings = Path(folder) / "tokenizer_config.json"
+    written = read_hf_json(settings) if settings.is_file() else {}
     try:
-        settings = Path(folder) / "tokenizer_config.json"
-        written = json.loads(settings.read_text()) if settings.is_file() else {}
         read = with_tokenizer_fields(written)
         changed = {name: value for name, value in read.items() if written.get(name) != value}
         new_class = changed.pop("tokenizer_class", None)

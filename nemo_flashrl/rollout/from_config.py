@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import LongPrompts
 from nemo_flashrl.rollout.held_out import evaluate
 from nemo_flashrl.rollout.prompts import PromptGroupSizes, PromptSource, PromptStream
-from nemo_flashrl.weight_sync.hf_reader import refuse_lfs_pointer
+from nemo_flashrl.weight_sync.hf_config import read_hf_json, refuse_lfs_pointer
 
 
 def episode_limits(config: RunConfig) -> Limits:
@@ -77,10 +76,7 @@ def end_tokens(tokenizer: Any, folder: str | Path) -> dict[str, set[int]]:
         if not path.is_file():
             continue
         refuse_lfs_pointer(path)
-        try:
-            said = json.loads(path.read_text()).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path} is not a JSON object ({error}): copy it again") from error
+        said = read_hf_json(path).get("eos_token_id")
         listed = said if isinstance(said, list) else [said]
         ends[name] = {index for index in listed if isinstance(index, int) and 0 <= index < len(tokenizer)}
     return ends

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_flashrl.weight_sync.hf_config import refuse_lfs_pointer
+from nemo_flashrl.weight_sync.hf_config import read_hf_json, refuse_lfs_pointer
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TIED = "lm_head.weight"
@@ -103,8 +102,9 @@ class HfTensors:
         path = self.folder / INDEX
         if not path.is_file():
             return {}
+        index = read_hf_json(path)
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
+            return dict(index["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no index of tensors ({error!r}): copy it again") from error
 

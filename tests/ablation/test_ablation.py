@@ -230,12 +230,13 @@ def test_short_and_failed_runs_are_shown(tmp_path: Path) -> None:
             steps = [record | {"step": 1}, record | {"step": 12, "effective_samples": None}]
         else:
             steps = [record | {"step": n, "trajectory_tokens": 30.0 + (1 + cell.seed) * n} for n in range(1, 13)]
-            steps[11]["grad_norm"] = None
+            steps[11] |= {"grad_norm": None, "evaluation_success": 0.9}
         write_run(cell.folder, steps[: 2 if (cell.variant, cell.seed) == ("baseline", 1) else 12], [])
     (cells[2].folder / "trajectories.jsonl").unlink()
     text = ablation.write_results(cells, tmp_path, None, "title")
     tables = [[part.strip() for part in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert max(map(len, text.splitlines())) <= 120
+    assert tables[0][:3] == ["variant", "seeds", "success [95%]"]  # which one variant has, and not evaluation_success
     row = {part[0]: part[1:] for part in tables[-3:]}
     # Slopes of 1 and 2: 1.5 +- 12.7062 * 0.7071 / sqrt 2; one seed has no interval.
     assert row["rollout.temperature=0.85"] == ["-", "1.5 [-4.85, 7.85]", "0 [0, 0]"]

@@ -281,7 +281,9 @@ def copied(model: Path, folder: Path, name: str, text: str) -> Path:
         ("config.json", "[1]", " is not a JSON object"),
         ("generation_config.json", '{\n"eos_token_id": }', " is not JSON (Expecting value: line 2 column 17"),
         ("tokenizer.json", "{\n", "holds no loadable tokenizer (EOF while parsing an object at line 2"),
-        ("model.safetensors.index.json", "[]", "is no index of tensors"),
+        ("tokenizer_config.json", "{\n", "/tokenizer_config.json is not JSON (Expecting property name"),
+        ("model.safetensors.index.json", "{}", "is no index of tensors"),
+        ("model.safetensors.index.json", "[]", ".index.json is not a JSON object: copy it again"),
     ],
 )
 def test_a_broken_file_of_a_model_is_one_line(

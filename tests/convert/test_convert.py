@@ -14,7 +14,7 @@ import torch
 from paths import TESTS
 from processes import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import write_model
+from tiny import LLAMA3_ROPE, write_model
 from transformers import AutoTokenizer
 
 from nemo_flashrl.cli import main as flashrl
@@ -23,19 +23,12 @@ from nemo_flashrl.weight_sync.hf_writer import new_folder
 
 OLD_RUN = TESTS / "fixtures" / "run"  # written by version 0.1.0
 YARN = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.4}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.5,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 24,
-}
 NEMOS_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 MODELS = {  # folder: family, fields of config.json
     "qwen3": ("qwen3", {"tied": True, "bos_token_id": 3, "eos_token_id": 5}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
-    "llama": ("llama", {"rope_scaling": LLAMA3, "dtype": torch.bfloat16}),
+    "llama": ("llama", {"rope_scaling": LLAMA3_ROPE, "dtype": torch.bfloat16}),
     "qwen2": ("qwen2", {"rope_scaling": YARN, "tied": True}),
 }
 
@@ -140,7 +133,7 @@ def test_a_checkpoint_of_nemos_own_import(root: Path, tmp_path: Path) -> None:
     from its own configuration and the tokenizer; with `--reference` nothing differs.
     """
     sources = {
-        "llama": {"rope_scaling": {**LLAMA3, **NEMOS_LLAMA3}},
+        "llama": {"rope_scaling": {**LLAMA3_ROPE, **NEMOS_LLAMA3}},
         "qwen2": {},
         "qwen3": {"head_dim": 128, "tied": True},
     }

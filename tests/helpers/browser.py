@@ -89,14 +89,16 @@ class Page:
 
 @asynccontextmanager
 async def browser_page(width: int = 1400, height: int = 900) -> AsyncIterator[Page]:
-    """A tab of a browser of its own, ended with the block."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+    """A tab of a browser of its own, ended with the block, with its temporary files."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        profile = Path(folder) / "profile"
         command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += ["--remote-debugging-port=0", f"--user-data-dir={profile}", f"--window-size={width},{height}"]
         silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen([*command, "about:blank"], process_group=0, **silent)
+        environment = {**os.environ, "TMPDIR": folder}
+        process = subprocess.Popen([*command, "about:blank"], process_group=0, env=environment, **silent)
         try:
-            port_file = Path(profile) / "DevToolsActivePort"
+            port_file = profile / "DevToolsActivePort"
             async with asyncio.timeout(90):
                 while not port_file.is_file() or "\n" not in port_file.read_text():
                     assert process.poll() is None, "Chromium ended at its start"

@@ -399,10 +399,10 @@ def test_stop_strings_stop_the_model_in_this_process(tmp_path: Path) -> None:
 
 def test_servers_are_told_stop_strings(tmp_path: Path) -> None:
     sampling = Sampling(stop=("</answer>",), stop_token_ids=(7,))
-    asked = VLLMDialect(9).request([1], sampling)["sampling_params"]
+    asked = VLLMDialect().request([1], sampling)["sampling_params"]
     assert (asked["stop"], asked["detokenize"], asked["include_stop_str_in_output"]) == (["</answer>"], True, True)
-    assert VLLMDialect(9).request([1], Sampling())["sampling_params"]["detokenize"] is False
-    asked = SGLangDialect(9).request([1], sampling)["sampling_params"]
+    assert VLLMDialect().request([1], Sampling())["sampling_params"]["detokenize"] is False
+    asked = SGLangDialect().request([1], sampling)["sampling_params"]
     assert (asked["stop"], asked["no_stop_trim"], asked["stop_token_ids"]) == (["</answer>"], True, [7])
     folder = folder_of(tmp_path, chatml())
     for stop, skipped in (((), True), (("<|im_end|>", ")"), True), (("</answer>",), False)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, write_model
+from tiny import FAMILIES, LLAMA3_ROPE, write_model
 from workers.weights import Sizes
 
 from nemo_flashrl.weight_sync.folder import WeightsHome, write_folder
@@ -22,16 +22,7 @@ from nemo_flashrl.weights.mapping import Place, RuleSizes, find_rule
 
 ROPE = {
     "linear": ("qwen2", {"type": "linear", "factor": 3.0}),
-    "llama3": (
-        "llama",
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 1.5,
-            "high_freq_factor": 3.0,
-            "original_max_position_embeddings": 24,
-        },
-    ),
+    "llama3": ("llama", LLAMA3_ROPE),
     "yarn": ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}),
     "yarn_moe": ("qwen3_moe", {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "attention_factor": 1.4}),
     "yarn_mscale": ("mixtral", {"rope_type": "yarn", "factor": 2.0, "mscale": 2.0, "mscale_all_dim": 0.5}),

@@ -11,22 +11,15 @@ import pytest
 import torch
 from processes import run_ranks
 from safetensors.torch import load_file
-from tiny import random_trajectories, write_model
+from tiny import LLAMA3_ROPE, random_trajectories, write_model
 from workers.journeys import Journey
 
 VOCAB = 515  # no tensor-parallel size divides it
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.5,
-    "high_freq_factor": 3.0,
-    "original_max_position_embeddings": 24,
-}
 # Family: (fields of the tied model, fields of the untied one); heads x head_dim is never hidden_size, which is 64.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": ({"rope_scaling": LLAMA3, "head_dim": 24}, {"dtype": torch.bfloat16, "head_dim": 24}),
+    "llama": ({"rope_scaling": LLAMA3_ROPE, "head_dim": 24}, {"dtype": torch.bfloat16, "head_dim": 24}),
     "qwen2": ({"rope_scaling": LINEAR, "head_dim": 24}, {"rope_scaling": YARN, "head_dim": 24}),
     "qwen3": ({"rope_scaling": YARN}, {"rope_scaling": LINEAR}),
     "qwen3_moe": ({}, {"rope_scaling": YARN}),
