@@ -1,6 +1,6 @@
 """What `length_penalty.novelty` costs a trajectory, and for how long it keeps an event loop waiting.
 
-    python benchmarks/novelty.py                             # all of it, about two minutes
+    python benchmarks/novelty.py                             # all of it, a minute of a core
     python benchmarks/novelty.py --folder /models/MiniLM     # an embedder of your own in place of the random one
 
 Trajectories of 8,192 action tokens in 8 turns: sentences of 8 to 20 made-up words, one in three of them said before in
@@ -10,7 +10,7 @@ all-MiniLM-L6-v2 (6 layers of 384, 22M parameters): its time is that of a traine
     ms          of one trajectory, median, alone in its process, and of CPU time over all its threads; the first one
                 apart, while token pieces are not cached
     pause       the longest that an event loop which should wake every 2 ms is late while trajectories are measured in
-                the thread, and the 99th percentile; "nothing" is a thread that sleeps
+                the thread, and the 99th percentile; for comparison a thread that sleeps, and a plain Python loop in it
 """
 
 from __future__ import annotations
@@ -107,20 +107,34 @@ async def nothing(_: Trajectory) -> None:
     await asyncio.to_thread(time.sleep, 0.1)
 
 
+def spin(_: Trajectory) -> int:
+    """20 ms of CPU time in plain Python."""
+    began = time.thread_time()
+    while time.thread_time() - began < 0.02:
+        pass
+    return TOKENS
+
+
+async def spinning(one: Trajectory) -> int:
+    return await asyncio.to_thread(spin, one)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", help="a Hugging Face folder to embed with")
     folder = parser.parse_args().folder
     tokenizer = small_tokenizer(TOKENS)
     given = [trajectory(tokenizer, seed) for seed in range(TRAJECTORIES)]
-    print(f"{torch.get_num_threads()} threads; {TRAJECTORIES} trajectories of {TOKENS} tokens")
+    count = sum(tokenizer.decode(one.token_ids[one.action_mask].tolist()).count(". ") for one in given) // TRAJECTORIES
+    print(f"{torch.get_num_threads()} threads; {TRAJECTORIES} trajectories of {TOKENS} tokens, {count} sentences each")
     print("| novelty | first, ms | ms | CPU ms | new tokens | pause, longest, ms | 99%, ms |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as made:
         embedder = FolderEmbedder(folder or random_embedder(Path(made), tokenizer))
     by_words, by_vectors = Novelty(tokenizer), Novelty(tokenizer, embedder)
     for name, measure, thread in (
-        ("nothing", lambda _: TOKENS, nothing),
+        ("(sleep)", lambda _: TOKENS, nothing),
+        ("(Python loop)", spin, spinning),
         ("ngrams", new_tokens, ngrams),
         ("sentences", lambda one: new_tokens(by_words.measured(one)), by_words),
         ("embedder", lambda one: new_tokens(by_vectors.measured(one)), by_vectors),
