@@ -16,7 +16,7 @@ from tiny import random_trajectories, write_model
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load
 from nemo_flashrl.plan.devices import DEVICES
-from nemo_flashrl.plan.fitting import check_layout, fits, peak
+from nemo_flashrl.plan.fitting import changes_that_fit, check_layout, fits, peak
 from nemo_flashrl.plan.memory import Layout, stage_memory
 from nemo_flashrl.preflight import model as preflight
 from nemo_flashrl.weights.model_shape import ModelShape, model_shape
@@ -133,7 +133,7 @@ def test_fp8_weights_begin_as_the_checkpoints_and_leave_in_16_bits(folder: Path,
         **{
             "grad_reduce_in_fp32": False,
             "recipe of the optimizer": "tensorwise",
-            "FusedAdam holds fp32 weights": False,
+            "FusedAdam has masters": False,
         },
     }
     weights = load_file(folder / "model/model.safetensors")
@@ -255,3 +255,25 @@ def test_fp8_is_refused_where_it_cannot_be(given, message, monkeypatch) -> None:
         preflight.check_optimizer(config, here=False)  # a launcher's machine is not the one that trains
         with pytest.raises(ValueError, match="experts get no multiple of 16 tokens"):
             preflight.check_experts(config, {"num_experts": 4}, 1)
+
+
+def test_changes_that_fit_in_their_order() -> None:
+    """Llama 3 8B: (layout, tokens, GiB to fit) -> what is changed, cheapest first; each is needed, and they suffice."""
+    cases = [
+        ((Layout(recompute="full", data=8), 65536, 72), ["batching.max_tokens_per_microbatch=32768"]),
+        ((Layout(), 32768, 73), ["model.recompute=full", "optimizer.offload_fraction=1"]),
+        ((Layout(data=2, recompute="full"), 32768, 80), ["parallel.tensor=2 parallel.sequence=true"]),
+        ((Layout(tensor=8, recompute="full"), 32768, 18), ["optimizer.gradients_dtype=bf16"]),
+        ((Layout(moments="bf16", recompute="full"), 32768, 70), ["optimizer.moments_dtype=fp32", "optimizer.offload"]),
+        ((Layout(), 32768, 20), []),
+    ]
+    for (layout, tokens, gib), expected in cases:
+        found = changes_that_fit(SHAPE, layout, tokens, gib * 2**30, longest=32768)
+        assert [change.settings.startswith(start) for change, start in zip(found, expected, strict=True)] == [
+            True for _ in expected
+        ], found
+        assert all(change.peak > gib * 2**30 for change in found[:-1])
+        assert all(change.peak <= gib * 2**30 for change in found[-1:])
+    offload = changes_that_fit(SHAPE, Layout(recompute="full"), 32768, 73 * 2**30, longest=32768)
+    assert [change.host for change in offload] == [16 * EIGHT_B]
+    assert changes_that_fit(SHAPE, Layout(), 32768, 73 * 2**30, longest=32768, fixed=["offload"]) == []
