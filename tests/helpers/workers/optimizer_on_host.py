@@ -35,6 +35,9 @@ class DeviceTensor(torch.Tensor):
     def cpu(self) -> torch.Tensor:
         return host(self)
 
+    def __reduce_ex__(self, protocol):  # in a checkpoint's file
+        return host(self).__reduce_ex__(protocol)
+
     def type(self, *args, **kwargs):
         plain = host(self)
         return plain.type(*args, **kwargs) if args or kwargs else plain.type().replace("torch.", "torch.cuda.")
