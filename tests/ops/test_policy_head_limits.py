@@ -98,8 +98,8 @@ def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct, budget):
 
 def test_a_gradient_that_is_handed_over_in_bf16_is_there_twice():
     """Summed in fp32 and rounded at the end, when a chunk's logits are gone."""
-    hidden, weight = torch.randn(300, 256, dtype=torch.bfloat16), torch.randn(3000, 256, dtype=torch.bfloat16)
-    hidden, weight, targets = hidden.requires_grad_(), weight.requires_grad_(), torch.randint(3000, (300,))
+    hidden, weight = torch.randn(300, 256, dtype=torch.bfloat16), torch.randn(12000, 256, dtype=torch.bfloat16)
+    hidden, weight, targets = hidden.requires_grad_(), weight.requires_grad_(), torch.randint(12000, (300,))
 
     def call() -> None:
         loss, _ = fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), chunk_tokens=10)
@@ -107,8 +107,8 @@ def test_a_gradient_that_is_handed_over_in_bf16_is_there_twice():
         hidden.grad = weight.grad = None
 
     call()
-    plan = policy_head_memory(300, 256, 3000, chunk_tokens=10, element_bytes=2, direct_weight_gradient=False)
-    assert plan.peak == 6 * 3000 * 256 + 2 * 300 * 256 + 8 * 300
+    plan = policy_head_memory(300, 256, 12000, chunk_tokens=10, element_bytes=2, direct_weight_gradient=False)
+    assert plan.peak == 6 * 12000 * 256 + 2 * 300 * 256 + 8 * 300
     assert most_bytes(call) == pytest.approx(plan.peak, rel=0.05)
 
 

@@ -107,6 +107,17 @@ def test_a_resumed_step_is_the_one_that_would_have_followed(setting: str, folder
         assert not torch.equal(weight, whole["weights"][0][name]), name
 
 
+def test_a_run_that_ran_out_of_memory_goes_on_with_its_optimizer_on_the_host(folder: Path, tmp_path: Path) -> None:
+    steps(folder, tmp_path / "first", 1, ["trainer.steps=1"], save=tmp_path / "checkpoint")
+    (whole,) = steps(folder, tmp_path / "whole", 1, [])
+    offload = ["optimizer.offload_fraction=1", "optimizer.gradients_dtype=bf16"]
+    (second,) = steps(folder, tmp_path / "second", 1, offload, resume=tmp_path / "checkpoint")
+    assert second["bytes"]["optimizer"] == 0
+    for name, weight in second["weights"][0].items():
+        error = (weight.double() - whole["weights"][1][name].double()).abs()
+        assert (error <= weight.double().abs() * 2**-7 + 0.05 * LEARNING_RATE).all(), name
+
+
 def test_bf16_moments_and_gradients_train_like_fp32_ones(folder: Path, tmp_path: Path) -> None:
     (plain,) = steps(folder, tmp_path / "plain", 1, [], device=False)
     smaller = ["optimizer.moments_dtype=bf16", "optimizer.gradients_dtype=bf16"]
