@@ -66,7 +66,7 @@ def build_model(config: RunConfig, parts: Parts) -> PolicyModel:
 
 def build_optimizer_config(config: RunConfig) -> Any:
     """Megatron's Adam; its precision-aware form where something of it is bf16 or on the host."""
-    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer import Adam, OptimizerConfig
 
     optimizer = config.optimizer
     moments = DTYPES[optimizer.moments_dtype]
@@ -83,6 +83,8 @@ def build_optimizer_config(config: RunConfig) -> Any:
             "optimizer_offload_fraction": optimizer.offload_fraction,
             "overlap_cpu_optimizer_d2h_h2d": platform.may_overlap_offload(),
         }
+    if optimizer.offload_fraction:  # a checkpoint names the classes of the two parts, and torch loads what it knows
+        torch.serialization.add_safe_globals([Adam, torch.optim.AdamW])
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.learning_rate,

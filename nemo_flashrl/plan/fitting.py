@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -135,7 +135,7 @@ class Change:
 
 
 def changes_that_fit(
-    shape: ModelShape, layout: Layout, tokens: int, limit: float, *, longest: int, cut_tokens: bool = True
+    shape: ModelShape, layout: Layout, tokens: int, limit: float, *, longest: int, fixed: Collection[str] = ()
 ) -> list[Change]:
     """The first changes on the same GPUs after which the fullest rank holds at most `limit` bytes; none do: [].
 
@@ -144,12 +144,12 @@ def changes_that_fit(
 
     Args:
         longest: tokens of a trajectory; no microbatch can hold fewer.
-        cut_tokens: whether context parallelism may be raised.
+        fixed: keys of `SETTINGS` that the run cannot change.
     """
     kept: dict[str, Any] = {}
     least = peak(shape, layout, tokens)
-    for change in _cheapest_first(layout, tokens, longest, cut_tokens):
-        changed = _with(shape, layout, tokens, kept | change)
+    for change in _cheapest_first(layout, tokens, longest):
+        changed = _with(shape, layout, tokens, kept | change) if change.keys().isdisjoint(fixed) else None
         if changed is None or peak(shape, *changed) >= least:
             continue
         kept |= change
@@ -173,13 +173,13 @@ def changes_that_fit(
     return found
 
 
-def _cheapest_first(layout: Layout, tokens: int, longest: int, cut_tokens: bool) -> Iterator[dict[str, Any]]:
+def _cheapest_first(layout: Layout, tokens: int, longest: int) -> Iterator[dict[str, Any]]:
     if tokens > longest:
         yield {"tokens": longest}
     yield {"recompute": "full"}
     if layout.head_chunk > SMALL_HEAD_CHUNK:
         yield {"head_chunk": SMALL_HEAD_CHUNK}
-    for name in ("tensor", "pipeline", *(("context",) if cut_tokens else ())):
+    for name in ("tensor", "pipeline", "context"):
         yield from ({name: size} for size in (2, 4, 8) if size > getattr(layout, name))
     yield {"gradients": "bf16"}
     yield {"moments": "bf16"}

@@ -259,8 +259,9 @@ def _what_would_have_fitted(run: RunConfig, gpus: int, said: str) -> str:
     usable, own = USABLE * device.memory_gib * GIB, peak(shape, layout, tokens)
     limit = usable if own > usable else LESS * own
     counted = f"`flashrl plan` counts {own / GIB:.1f} GiB for this run, of {usable / GIB:.1f} usable on a GPU; "
-    cut = run.value_head.learning_rate == 0 and "yarn" not in (config.get("rope_scaling") or {}).values()
-    changes = changes_that_fit(shape, layout, tokens, limit, longest=longest, cut_tokens=cut)
+    whole = run.value_head.learning_rate > 0 or "yarn" in (config.get("rope_scaling") or {}).values()
+    fixed = (["context"] if whole else []) + (["offload"] if run.optimizer.fp8_param_gather else [])
+    changes = changes_that_fit(shape, layout, tokens, limit, longest=longest, fixed=fixed)
     if changes:
         return f"{counted}what would have fitted: {', '.join(map(_changed, changes))}"
     within = replace(device, memory_gib=limit / USABLE / GIB)

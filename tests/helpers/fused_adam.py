@@ -48,6 +48,17 @@ class FusedAdam(torch.optim.Optimizer):
             self.state[param][name] = torch.empty_like(param, dtype=self.dtypes[name])
         self.state[param][name].copy_(value)
 
+    def load_state_dict(self, state_dict):
+        """torch's own gives state the dtype of its parameter."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, p in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                self.state[p] = {}
+                for name, value in state_dict["state"][number].items():
+                    self.set_scaled_state(p, name, value.float())
+
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:

@@ -43,6 +43,18 @@ def test_no_logits_and_no_graph_outlive_a_microbatch():
     assert not any(type(x) is Tensor and x.shape[-1:] == (V,) for x in gc.get_objects())
 
 
+def most_bytes(call) -> int:
+    """What the allocator holds at most for it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
 @pytest.mark.parametrize(
     ("direct", "budget"), [(False, None), (True, None), (False, 0), (False, 3_000_000), (True, 2**30)]
 )
@@ -71,13 +83,7 @@ def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct, budget):
 
     call()
     hidden.grad = weight.grad = None
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held, peak = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+    peak = most_bytes(call)
     plan = policy_head_memory(
         tokens,
         64,
@@ -88,6 +94,22 @@ def test_the_memory_formula_is_what_the_allocator_sees(tokens, direct, budget):
         logits_budget_bytes=budget or 0,
     )
     assert plan.peak <= peak * 1.001 and peak <= plan.peak * 1.03
+
+
+def test_a_gradient_that_is_handed_over_in_bf16_is_there_twice():
+    """Summed in fp32 and rounded at the end, when a chunk's logits are gone."""
+    hidden, weight = torch.randn(300, 256, dtype=torch.bfloat16), torch.randn(12000, 256, dtype=torch.bfloat16)
+    hidden, weight, targets = hidden.requires_grad_(), weight.requires_grad_(), torch.randint(12000, (300,))
+
+    def call() -> None:
+        loss, _ = fused_linear_policy_loss(hidden, weight, targets, constant_loss(1.0), chunk_tokens=10)
+        loss.backward()
+        hidden.grad = weight.grad = None
+
+    call()
+    plan = policy_head_memory(300, 256, 12000, chunk_tokens=10, element_bytes=2, direct_weight_gradient=False)
+    assert plan.peak == 6 * 12000 * 256 + 2 * 300 * 256 + 8 * 300
+    assert most_bytes(call) == pytest.approx(plan.peak, rel=0.05)
 
 
 def test_the_plan_of_a_large_job():

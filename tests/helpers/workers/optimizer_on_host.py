@@ -35,6 +35,9 @@ class DeviceTensor(torch.Tensor):
     def cpu(self) -> torch.Tensor:
         return host(self)
 
+    def __reduce_ex__(self, protocol):  # in a checkpoint's file
+        return host(self).__reduce_ex__(protocol)
+
     def type(self, *args, **kwargs):
         plain = host(self)
         return plain.type(*args, **kwargs) if args or kwargs else plain.type().replace("torch.", "torch.cuda.")
@@ -86,8 +89,9 @@ class SavedDriver(Driver):
 class Held(pl.Callback):
     """Bytes of this rank by what holds them, after the last step; the weights and gradients of each step."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.bytes, self.weights, self.gradients = vocab_size, {}, [], []
+    def __init__(self, vocab_size: int, save: Path | None) -> None:
+        self.save, self.vocab_size = save, vocab_size
+        self.bytes, self.weights, self.gradients = {}, [], []
 
     def on_megatron_step_end(self, step, **_) -> None:
         from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
@@ -112,6 +116,8 @@ class Held(pl.Callback):
                 for tensor in state_of(one, buffers):
                     place = "optimizer" if isinstance(tensor, DeviceTensor) else "host_optimizer"
                     self.bytes[place] += tensor.nbytes
+        if self.save:
+            trainer.save_checkpoint(self.save)
 
 
 def state_of(optimizer, buffers: set[int]) -> list[torch.Tensor]:
@@ -146,11 +152,9 @@ def main(
         pretend()
         install_fused_adam()
     driver = SavedDriver(trajectories) if os.environ["RANK"] == "0" else None
-    held = Held(vocab_size)
+    held = Held(vocab_size, save)
     trainer, model, data = make_run(model_folder, out, vocab_size, driver, [held], overrides, gate=False)
     trainer.strategy.ddp_config.use_distributed_optimizer = device
     trainer.fit(model, datamodule=data, ckpt_path=resume)
-    if save:
-        trainer.save_checkpoint(save)
     found = {"bytes": held.bytes, "weights": held.weights, "gradients": held.gradients}
     torch.save(found, out.with_suffix(f".{torch.distributed.get_rank()}"))
