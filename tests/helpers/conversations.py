@@ -41,4 +41,7 @@ def sampled(tokenizer: Any, answer: str) -> list[int]:
     prompt = rendered(tokenizer, "What is it?")
     messages = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": answer}]
     whole = tokenizer.apply_chat_template(messages)[len(prompt) :]
-    return whole[: next(n for n, i in enumerate(whole) if i in tokenizer.all_special_ids)]
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}.union(
+        tokenizer.all_special_ids
+    )
+    return whole[: next(n for n, i in enumerate(whole) if i in special)]
