@@ -18,8 +18,9 @@ export ROLLOUT_VENV
 rehearsal: setup
 	$(BIN)/flashrl rehearse $(ARGS)
 
-# Stopped, it goes on where it was when it is run again: each step leaves alone what is there.
+# Rerun it to resume where it was stopped: each step leaves alone what is there.
 demo: export OMP_NUM_THREADS = $(shell nproc)
+demo: export PYTHONWARNINGS = ignore::FutureWarning
 demo: models
 	@echo "about 20 minutes on two idle cores; run it again to resume"
 	$(BIN)/python examples/demo/convert.py $(VENV)/models $(DEMO)/model

@@ -83,9 +83,10 @@ def _converse(folder: Path) -> None:
     messages, result = asyncio.run(game.reset(Calculator.tasks(settings)[0])), None
     print(f"    user       {messages[-1]['content']}")
     while result is None or not result.done:
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-        output = model.generate(prompt, do_sample=False, max_new_tokens=20)
-        said = tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True)
+        text = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        prompt = tokenizer.apply_chat_template(messages, **text)
+        output = model.generate(**prompt, do_sample=False, max_new_tokens=20)
+        said = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         result = asyncio.run(game.step(said))
         print(f"    assistant  {said}\n    {'end' if result.done else 'user':9}  {result.observation or result.info}")
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": result.observation}]

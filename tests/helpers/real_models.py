@@ -16,6 +16,10 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 PACKAGES = Path(sys.prefix) / "models"
 DEMO = ROOT / "examples" / "demo"
+SHORT = (  # a run of the demo in which about a third of the episodes succeed
+    *("rollout.batch_size=8", "environment.settings.operations=2"),
+    *("optimizer.warmup_steps=0", "checkpoint.every_steps=0"),
+)
 MESSAGES = [
     {"role": "system", "content": "Use the calculator."},
     {"role": "user", "content": "384 plus 77"},

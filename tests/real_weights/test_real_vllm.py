@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_ranks
-from real_models import DEMO
+from real_models import DEMO, SHORT
 from real_server import EXACT, RealServer, rollout_python
 from safetensors.torch import load_file
 
@@ -34,13 +34,14 @@ def server(smollm2: Path) -> Iterator[RealServer]:
 def test_megatron_and_vllm_agree_after_every_sync(server: RealServer, tmp_path: Path, transfer: str) -> None:
     """The demo, four steps: the first batch is of the weights as they came, the others of what has been synced."""
     rate, lora = ("1e-3", ADAPTERS[1:]) if transfer == "adapter" else ("2e-5", ())
-    settings = [f"output={tmp_path / 'run'}", f"model.path={server.model}", f"optimizer.learning_rate={rate}"]
-    settings += ["optimizer.warmup_steps=0", "trainer.steps=4", "checkpoint.every_steps=0", "rollout.batch_size=6"]
-    settings += ["rollout.engine=vllm", f"rollout.servers=[{server.url}]", f"rollout.weight_transfer={transfer}"]
-    run_ranks(1, "training", str(DEMO / "demo.yaml"), *settings, *lora)
+    settings = [f"output={tmp_path / 'run'}", f"model.path={server.model}", f"optimizer.learning_rate={rate}", *SHORT]
+    settings += ["trainer.steps=4", "rollout.engine=vllm", f"rollout.servers=[{server.url}]"]
+    settings += [f"rollout.weight_transfer={transfer}", *lora]
+    run_ranks(1, "training", str(DEMO / "demo.yaml"), *settings)
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 4 and all(step["logprob_difference_max"] <= EXACT for step in steps)
     assert all(0 < step["weight_sync_logprob_difference"] <= EXACT for step in steps)
+    assert any(step["grad_norm"] > 0 for step in steps[:-1])
     one, other = (load_file(f / "model.safetensors") for f in (server.model, tmp_path / "run" / "checkpoint"))
     moved = max(float((one[name] - other[name]).abs().max()) for name in one)
     assert moved > 1e-5 and not torch.equal(*(m["model.layers.0.self_attn.q_proj.weight"] for m in (one, other)))
