@@ -30,9 +30,12 @@ def server(smollm2: Path) -> Iterator[RealServer]:
         server.end()
 
 
-@pytest.mark.parametrize("transfer", ["file", "broadcast", "adapter"])
+@pytest.mark.parametrize("transfer", ["adapter", "file", "broadcast"])
 def test_megatron_and_vllm_agree_after_every_sync(server: RealServer, tmp_path: Path, transfer: str) -> None:
-    """The demo, four steps: the first batch is of the weights as they came, the others of what has been synced."""
+    """The demo, four steps: the first batch is of the weights as they came, the others of what has been synced.
+
+    Adapters come first: they are of the weights that the server began with.
+    """
     rate, lora = ("1e-3", ADAPTERS[1:]) if transfer == "adapter" else ("2e-5", ())
     settings = [f"output={tmp_path / 'run'}", f"model.path={server.model}", f"optimizer.learning_rate={rate}", *SHORT]
     settings += ["trainer.steps=4", "rollout.engine=vllm", f"rollout.servers=[{server.url}]"]
