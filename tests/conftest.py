@@ -25,10 +25,16 @@ from session_processes import SessionProcesses  # noqa: E402
 
 from nemo_flashrl.rehearsal.warm_start import make_warm_start  # noqa: E402
 
-REAL_SERVER = "vllm_server"
+SHARED = (
+    "vllm_server",
+    "smollm2",
+)  # fixtures that take half a minute or more: one worker has all tests that ask for one
 # The folders whose tests take longest, mostly in processes of their own. Two workers begin with them: what is left at
 # the end is short, and neither worker has to wait long for the other.
-LONG_FIRST = ("slurm", "vllm_server", "rehearsal", "whole_runs", "package", "weights", "docs", "engines", "ops")
+LONG_FIRST = (
+    *("slurm", "vllm_server", "real_weights", "rehearsal", "whole_runs"),
+    *("package", "weights", "docs", "engines", "ops"),
+)
 PROCESSES = pytest.StashKey[SessionProcesses]()
 LEFT = pytest.StashKey[list[str]]()
 
@@ -40,12 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first. The tests of a file share a worker, and so do those against the one real server."""
+    """Long ones first. The tests of a file share a worker, and so do those that share what takes long to make."""
     places = {folder: place for place, folder in enumerate(LONG_FIRST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).parts[0], len(places)))
     for item in items:
-        own = REAL_SERVER if REAL_SERVER in getattr(item, "fixturenames", ()) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(own))
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group(*shared or [str(item.path)]))
 
 
 def pytest_collection_finish() -> None:

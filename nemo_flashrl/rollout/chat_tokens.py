@@ -47,6 +47,7 @@ class Codec:
         added = {token.content: (index, token) for index, token in tokenizer.added_tokens_decoder.items()}
         self._ids = {text: index for text, (index, token) in added.items() if token.special}
         self._ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+        self._ids |= {text: added[text][0] for text in self._find_turn_marks(list(added))}
         self._strips = {text: (token.lstrip, token.rstrip) for text, (_, token) in added.items()}
         self._spellings = sorted(self._ids, key=len, reverse=True)  # the longest first
         self._spelling = re.compile("|".join(map(re.escape, self._spellings)) or "(?!)")
@@ -147,14 +148,25 @@ class Codec:
         after = encode(f"{self._anchor}a", add_special_tokens=False)[1:]
         return "\n" if self._anchor and after != encode("a", add_special_tokens=False) else ""
 
-    def _find_turn_ends(self) -> tuple[frozenset[int], frozenset[int]]:
-        if not self._has_template:
-            return frozenset(), frozenset()
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _HERE}]
+    def _find_turn_marks(self, added: list[str]) -> list[str]:
+        """Spellings with which the template parts messages: they are special, whatever the tokenizer's file calls them.
+
+        DeepSeek's `<｜User｜>` and `<｜Assistant｜>` are not marked as special there.
+        """
+        pattern = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
+        _, opening, closing, *_ = [*self._framed("user", "assistant", "user").split(_HERE), "", "", ""]
+        return [*pattern.findall(opening)[:1], *pattern.findall(closing)]  # what follows `opening` may be <think>
+
+    def _framed(self, *roles: str) -> str:
+        """What the template makes of messages that each say `_HERE`; "" where there is none, or it refuses them."""
+        said = [{"role": role, "content": _HERE} for role in roles]
         try:
-            text = self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=False)
+            return self._tokenizer.apply_chat_template(said, tokenize=False) if self._has_template else ""
         except (TemplateError, ValueError, TypeError, KeyError):  # of one that cannot end with an answer
-            return frozenset(), frozenset()
+            return ""
+
+    def _find_turn_ends(self) -> tuple[frozenset[int], frozenset[int]]:
+        text = self._framed("user", "assistant")
         end = self._spelling.match(text.rpartition(_HERE)[2].lstrip())
         around = frozenset(self._ids[spelling] for spelling in self._spelling.findall(text)) & self._named.keys()
         return frozenset({self._ids[end[0]]} if end else ()), around
@@ -234,6 +246,9 @@ class Codec:
         if after_special and self._lead:
             start, whole = encode(self._lead), encode(self._lead + text)
             ids = whole[len(start) :] if whole[: len(start)] == start else ids
+        if not self._special.isdisjoint(ids):  # one that is not marked as special is found in any text, but not halved
+            halved = self._spelling.sub(lambda found: f"{found[0][0]}{_HERE}{found[0][1:]}", text)
+            ids = [i for half in halved.split(_HERE) for i in encode(half)]
         if not self._special.isdisjoint(ids):
             ids = [self._unknown if i in self._special else i for i in ids]
             ids = [i for i in ids if i is not None]

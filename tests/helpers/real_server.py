@@ -50,7 +50,8 @@ class RealServer:
     def __init__(self, model: Path | None = None, *overrides: str) -> None:
         folder = self._folder = Path(tempfile.mkdtemp(prefix="flashrl-test-server-"))
         self.model = model or write_model(folder / "model", vocab_size=VOCAB, **SIZES)
-        make_tokenizer().save_pretrained(self.model)
+        if not (self.model / "tokenizer.json").exists():
+            make_tokenizer().save_pretrained(self.model)
         config = folder / "serve.yaml"
         config.write_text(CONFIG.format(folder=folder, model=self.model, context=CONTEXT))
         self.log, self.port = folder / "server.log", free_port()

@@ -10,6 +10,7 @@ CROSSING = {
     "docs",  # pages, the commands in them, examples
     "gpu",  # skipped without one
     "package",  # imports, public names, plugins, recipes, wheel
+    "real_weights",  # of published models, and their tokenizers; skipped where `make models` has not installed them
     "slurm",  # job scripts, and a real Slurm
     "suite",  # the tests themselves
     "vllm_server",  # against a real server
