@@ -34,7 +34,7 @@ demo: models
 # Tests that need the models are skipped where the index lacks them.
 test: setup rollout-venv lint
 	-@$(MAKE) --no-print-directory models
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 setup: $(VENV)/.ready
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -22,18 +23,17 @@ import pytest  # noqa: E402
 from paths import TESTS  # noqa: E402
 from real_server import RealServer, rollout_python  # noqa: E402
 from session_processes import SessionProcesses  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from nemo_flashrl.rehearsal.warm_start import make_warm_start  # noqa: E402
 
-SHARED = (
-    "vllm_server",
-    "smollm2",
-)  # fixtures that take half a minute or more: one worker has all tests that ask for one
+# What the tests of such a folder share takes half a minute or more to make: one worker has all of them.
+SHARE = ("vllm_server", "real_weights")
 # The folders whose tests take longest, mostly in processes of their own. Two workers begin with them: what is left at
 # the end is short, and neither worker has to wait long for the other.
 LONG_FIRST = (
-    *("slurm", "vllm_server", "real_weights", "rehearsal", "whole_runs"),
-    *("package", "weights", "docs", "engines", "ops"),
+    *("slurm", "vllm_server", "weights", "real_weights", "rehearsal", "whole_runs"),
+    *("package", "docs", "engines", "ops"),
 )
 PROCESSES = pytest.StashKey[SessionProcesses]()
 LEFT = pytest.StashKey[list[str]]()
@@ -45,13 +45,23 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[PROCESSES] = SessionProcesses()
 
 
+class ByFile(LoadScopeScheduling):
+    """The tests of a file go to one worker of `pytest -n`, in order; those of some folders do."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = Path(nodeid.split("::")[0])
+        return str(file.parent if file.parent.name in SHARE else file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long ones first. The tests of a file share a worker, and so do those that share what takes long to make."""
+    """Long ones first."""
     places = {folder: place for place, folder in enumerate(LONG_FIRST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).parts[0], len(places)))
-    for item in items:
-        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        item.add_marker(pytest.mark.xdist_group(*shared or [str(item.path)]))
 
 
 def pytest_collection_finish() -> None:

@@ -419,5 +419,8 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
-    assert descendants(str(output)) == []
+    deadline = time.monotonic() + 10  # a rank that torchrun has killed takes a moment to be gone
+    while left := descendants(str(output)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     assert not [*temporary.glob("torchelastic_*"), *temporary.glob("flashrl-*")]
