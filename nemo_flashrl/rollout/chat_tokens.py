@@ -47,7 +47,9 @@ class Codec:
         added = {token.content: (index, token) for index, token in tokenizer.added_tokens_decoder.items()}
         self._ids = {text: index for text, (index, token) in added.items() if token.special}
         self._ids |= dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
-        self._ids |= {text: added[text][0] for text in self._find_turn_marks(list(added))}
+        marks = [added[text] for text in self._find_turn_marks(list(added))]
+        self._ids |= {token.content: index for index, token in marks}
+        self._unmarked = {index for index, token in marks if not token.special}
         self._strips = {text: (token.lstrip, token.rstrip) for text, (_, token) in added.items()}
         self._spellings = sorted(self._ids, key=len, reverse=True)  # the longest first
         self._spelling = re.compile("|".join(map(re.escape, self._spellings)) or "(?!)")
@@ -246,7 +248,7 @@ class Codec:
         if after_special and self._lead:
             start, whole = encode(self._lead), encode(self._lead + text)
             ids = whole[len(start) :] if whole[: len(start)] == start else ids
-        if not self._special.isdisjoint(ids):  # one that is not marked as special is found in any text, but not halved
+        if not self._unmarked.isdisjoint(ids):  # the tokenizer finds these in any text, but not when they are halved
             halved = self._spelling.sub(lambda found: f"{found[0][0]}{_HERE}{found[0][1:]}", text)
             ids = [i for half in halved.split(_HERE) for i in encode(half)]
         if not self._special.isdisjoint(ids):

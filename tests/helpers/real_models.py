@@ -16,8 +16,9 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 PACKAGES = Path(sys.prefix) / "models"
 DEMO = ROOT / "examples" / "demo"
-SHORT = (  # a run of the demo in which about a third of the episodes succeed
-    *("rollout.batch_size=8", "environment.settings.operations=2"),
+SHORT = (  # runs of the demo, of two short episodes a step; longer answers cost a little, so that each has a gradient
+    *("rollout.batch_size=2", "environment.settings.operations=1", "rollout.max_turns=1"),
+    *("length_penalty.coefficient=0.1", "length_penalty.limit=1"),
     *("optimizer.warmup_steps=0", "checkpoint.every_steps=0"),
 )
 MESSAGES = [
