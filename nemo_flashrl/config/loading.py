@@ -179,6 +179,8 @@ def check(config: RunConfig) -> None:
     _check_mode(config.rollout)
     _check_group_size(config)
     _check_credit(config)
+    if config.curriculum.mixture and min(config.curriculum.mixture.values()) <= 0:
+        raise ValueError(f"curriculum.mixture={config.curriculum.mixture}: every class needs a weight above 0")
     if config.curriculum.mixture and not config.curriculum.classes:
         raise ValueError(
             f"curriculum.mixture={config.curriculum.mixture} needs curriculum.classes, the field of a task"

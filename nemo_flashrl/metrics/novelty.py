@@ -97,9 +97,9 @@ class Novelty:
         who = "the embedder (length_penalty.novelty)"
         try:
             vectors = np.asarray(self._embed(sentences), dtype=np.float64)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"{who} failed: {type(error).__name__}: {' '.join(str(error).split())}") from error
-        if vectors.ndim != 2 or len(vectors) != len(sentences):
+        if vectors.ndim != 2 or len(vectors) != len(sentences) or not vectors.shape[1]:
             shape = list(vectors.shape)
             raise ValueError(f"{who} returned shape {shape} for {len(sentences)} sentences: a vector each is needed")
         if not np.isfinite(vectors).all():
@@ -233,7 +233,7 @@ def load_novelty(name: str, similarity: float, tokenizer: Any, enough: float = 0
         return None
     if name == SENTENCES:
         return Novelty(tokenizer)
-    folder = Path(name).is_dir()
+    folder = bool(name) and Path(name).is_dir()
     if "/" in name and not folder:
         raise ValueError("there is no such folder; name one with a Hugging Face model and its tokenizer")
     if "." not in name and not folder:

@@ -52,8 +52,13 @@ def _check_optimizer(layout: Layout) -> None:
         raise ValueError(f"offload_fraction={layout.offload:g}: must be at least 0, at most 1")
     smaller = {"moments_dtype": layout.moments, "gradients_dtype": layout.gradients, "offload_fraction": layout.offload}
     asked = [f"{name}={value}" for name, value in smaller.items() if value not in ("fp32", 0)]
-    if asked and not (layout.distributed_optimizer and layout.precision == "bf16"):
-        raise ValueError(f"{asked[0]}: needs precision bf16, not {layout.precision}, and the distributed optimizer")
+    asked += ["fp8_param_gather=True"] * layout.fp8
+    if asked and layout.precision != "bf16":
+        raise ValueError(f"{asked[0]}: needs precision bf16, not {layout.precision}")
+    if asked and not layout.distributed_optimizer:
+        raise ValueError(f"{asked[0]}: needs the distributed optimizer; leave --plain-optimizer out")
+    if layout.fp8 and (layout.offload or layout.lora_rank or layout.reference != "none"):
+        raise ValueError("fp8_param_gather=True: goes with no offload_fraction, no LoRA and no reference; set false")
     if layout.offload and layout.moments == "bf16":
         raise ValueError("moments_dtype=bf16: an offloaded optimizer keeps fp32 moments; give one of the two")
 

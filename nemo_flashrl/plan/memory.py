@@ -39,6 +39,7 @@ class Layout:
     moments: str = "fp32"  # | "bf16": Adam's two
     gradients: str = "fp32"  # | "bf16"
     offload: float = 0.0  # share of the optimizer that the host holds
+    fp8: bool = False  # weights gathered in FP8: one byte each, and their transposes
     fused_kernels: bool = True  # Transformer Engine and flash attention; False: torch's own, as on a CPU
 
     @property

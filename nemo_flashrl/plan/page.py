@@ -34,6 +34,7 @@ DEFAULTS = {
     **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
     **{"ep": 1, "lora_rank": 0, "steps": 100, "save_every": 50, "keep": 2, "exports": 1},
     **{"moments_dtype": "fp32", "gradients_dtype": "fp32", "offload_fraction": 0.0},
+    "fp8_param_gather": False,
 }
 
 
@@ -84,6 +85,7 @@ def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> t
         moments=sizes["moments_dtype"],
         gradients=sizes["gradients_dtype"],
         offload=sizes["offload_fraction"],
+        fp8=sizes["fp8_param_gather"],
         head_chunk=sizes["head_chunk"],
         microbatches=max(1, -(-sizes["batch"] * sizes["context"] // (tokens * data))),
     )
@@ -117,6 +119,7 @@ def sizes_of(run: RunConfig) -> dict[str, Any]:
         **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
         **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets, "keep": run.checkpoint.keep},
         **{name: getattr(run.optimizer, name) for name in ("moments_dtype", "gradients_dtype", "offload_fraction")},
+        "fp8_param_gather": run.optimizer.fp8_param_gather,
         **{"steps": run.trainer.steps, "save_every": run.checkpoint.every_steps, "exports": _exports(run)},
     }
     return sizes | ({"device": run.cluster.device} if run.cluster.device else {})

@@ -227,6 +227,9 @@ def test_what_cannot_be_loaded_is_refused_before_a_model_is_built(warm_start, fo
         ("test_novelty.raising", r"the embedder \(length_penalty.novelty\) failed: KeyError: 'model'"),
         ("test_novelty.flat", r"returned shape \[2\] for 2 sentences: a vector each is needed"),
         ("test_novelty.infinite", "returned NaN or infinity"),
+        ("test_novelty.exiting", r"failed: SystemExit: 0"),
+        ("test_novelty.narrow", r"returned shape \[2, 0\] for 2 sentences"),
+        ("", "neither ngrams nor sentences"),
     ):
         with pytest.raises(ValueError, match=told) as refused:
             prepare(of(str(novelty)), 1)
@@ -239,6 +242,14 @@ def test_what_cannot_be_loaded_is_refused_before_a_model_is_built(warm_start, fo
 
 def raising(sentences: Sequence[str]) -> np.ndarray:
     raise KeyError("model")
+
+
+def exiting(sentences: Sequence[str]) -> np.ndarray:
+    raise SystemExit(0)
+
+
+def narrow(sentences: Sequence[str]) -> np.ndarray:
+    return np.ones((len(sentences), 0))
 
 
 def flat(sentences: Sequence[str]) -> np.ndarray:

@@ -195,9 +195,11 @@ def test_the_plan_refuses_what_a_run_would() -> None:
     refused = {
         "offload_fraction=1.5: must be at least 0, at most 1": Layout(offload=1.5),
         "moments_dtype=bf16: needs precision bf16, not fp32": Layout(moments="bf16", precision="fp32"),
-        "gradients_dtype=bf16: needs .* the distributed optimizer": Layout(
+        "gradients_dtype=bf16: needs the distributed optimizer; leave --plain-optimizer out": Layout(
             gradients="bf16", distributed_optimizer=False
         ),
+        "fp8_param_gather=True: needs precision bf16, not fp32": Layout(fp8=True, precision="fp32"),
+        "fp8_param_gather=True: goes with no offload_fraction, no LoRA": Layout(fp8=True, offload=1),
         "moments_dtype=bf16: an offloaded optimizer keeps fp32": Layout(moments="bf16", offload=0.5),
     }
     for message, layout in refused.items():

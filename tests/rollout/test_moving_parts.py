@@ -412,6 +412,7 @@ def test_a_fixed_mixture_needs_no_curriculum() -> None:
         ("curriculum.threshold=1", "curriculum.threshold=1.0: must be at least 1e-12, at most 0.999999"),
         ("curriculum.rule=below", "curriculum.rule='below': must be one of variance, threshold"),
         ("curriculum.mixture.1=1", r"curriculum.mixture=\{'1': 1.0\} needs curriculum.classes, the field of a task"),
+        ("curriculum.mixture.1=-1", r"curriculum.mixture=\{'1': -1.0\}: every class needs a weight above 0"),
     ],
 )
 def test_settings_of_a_curriculum_that_cannot_be(override: str, told: str) -> None:
