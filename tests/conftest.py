@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 import pytest  # noqa: E402
 from paths import TESTS  # noqa: E402
-from real_server import RealServer, rollout_python  # noqa: E402
+from real_server import RealServer, served  # noqa: E402
 from session_processes import SessionProcesses  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
@@ -89,15 +89,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def vllm_server() -> Iterator[RealServer]:
     """The one vLLM server of a session, ready."""
-    if rollout_python() is None:
-        pytest.skip("vLLM is not installed here: `make rollout-venv` does it on Linux x86-64")
-    server = RealServer()
-    try:
-        server.wait()
+    with served() as server:
         yield server
-    finally:
-        if server.process.poll() is None:
-            server.end()
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ class Parts:
     data_parallel: int
     folder: RunFolder | None = None  # None writes nothing and cannot be resumed
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
-    prompts: PromptSource | None = None  # in which order the tasks come
+    prompts: PromptSource | None = None  # in which order the tasks come; on the first process
     novelty: Novelty | None = None  # measures which tokens are new, on the first process; None: n-grams do
 
 
@@ -93,15 +93,17 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
         _load(load_function, config.rollout.summarizer, "rollout.summarizer")
     environment = _load(environments.load, config.environment.name, "environment.name")
     _check_evaluation(config)
-    novelty = None
-    if os.environ.get("RANK", "0") == "0":  # it alone samples
+    novelty, prompts, first = None, None, os.environ.get("RANK", "0") == "0"  # it alone samples
+    if first:
         name = config.length_penalty.novelty
         novelty = _load(lambda _: novelty_of(config, tokenizer), name, "length_penalty.novelty")
     settings, tasks = check_environment(config, environment, tokenizer)
     warn_of_text(config, tokenizer)
     if config.evaluation.every_steps:
         held_out_classes(config, environment)
-    prompts, size = prompt_source(config, tasks), hf_config["vocab_size"]
+    if first:  # a curriculum reads the class of every task
+        prompts = prompt_source(config, tasks)
+    size = hf_config["vocab_size"]
     own = (folder, hf_config, prompts, novelty)
     return Parts(algorithm, environment, settings, tasks, tokenizer, size, data_parallel, *own)
 

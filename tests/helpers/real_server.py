@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from paths import ROOT
 from server_processes import free_port
@@ -84,6 +86,20 @@ class RealServer:
         code = self.process.wait(60)
         shutil.rmtree(self._folder)
         return code
+
+
+@contextlib.contextmanager
+def served(model: Path | None = None, *overrides: str) -> Iterator[RealServer]:
+    """A ready server, ended with the block unless a test has ended it; skipped where vLLM is not installed."""
+    if rollout_python() is None:
+        pytest.skip("vLLM is not installed here: `make rollout-venv` does it on Linux x86-64")
+    server = RealServer(model, *overrides)
+    try:
+        server.wait()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.end()
 
 
 def check_three_syncs(kind: Callable[..., Any], server: RealServer) -> None:

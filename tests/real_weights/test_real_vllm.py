@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import run_ranks
 from real_models import DEMO, SHORT
-from real_server import EXACT, RealServer, rollout_python
+from real_server import EXACT, RealServer, served
 from safetensors.torch import load_file
 
 from nemo_flashrl.run.jsonl import read_metrics
@@ -20,14 +20,8 @@ ADAPTERS = ("rollout.weight_transfer=adapter", f"lora.rank={RANK}")
 
 @pytest.fixture(scope="module")
 def server(smollm2: Path) -> Iterator[RealServer]:
-    if rollout_python() is None:
-        pytest.skip("vLLM is not installed here: `make rollout-venv` does it on Linux x86-64")
-    server = RealServer(smollm2, *ADAPTERS)
-    try:
-        server.wait()
+    with served(smollm2, *ADAPTERS) as server:
         yield server
-    finally:
-        server.end()
 
 
 @pytest.mark.parametrize("transfer", ["adapter", "file", "broadcast"])

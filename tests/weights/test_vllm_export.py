@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import pickle
@@ -17,7 +16,7 @@ import pytest
 import torch
 from paths import HELPERS
 from processes import run_ranks
-from real_server import CONFIG, CONTEXT, EXACT, VOCAB, RealServer, check_three_syncs, rollout_python
+from real_server import CONFIG, CONTEXT, EXACT, VOCAB, RealServer, check_three_syncs, rollout_python, served
 from tiny import random_trajectories, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from workers.journeys import Journey
@@ -70,16 +69,6 @@ def exported(ends: dict[str, Path]) -> Path:
 def server(exported: Path) -> Iterator[RealServer]:
     with served(exported, *ADAPTERS) as server:
         yield server
-
-
-@contextlib.contextmanager
-def served(folder: Path, *overrides: str) -> Iterator[RealServer]:
-    server = RealServer(folder, *overrides)
-    try:
-        server.wait()
-        yield server
-    finally:
-        server.end()
 
 
 def post(server: RealServer, path: str, body: dict[str, Any]) -> bytes:
