@@ -214,9 +214,12 @@ import os, sys, time
 from pathlib import Path
 from nemo_flashrl.run.lock import locked
 with locked(Path(sys.argv[1])):
+    started, writer = os.pipe()
     if os.fork() == 0:  # a checkpoint writer that outlives its parent
+        os.write(writer, b".")
         time.sleep(60)
         os._exit(0)
+    os.read(started, 1)
     print("held", os.getpid(), flush=True)
     time.sleep(60)
 """
