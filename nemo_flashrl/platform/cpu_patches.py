@@ -61,6 +61,11 @@ def _gpu_type_name(parameter: torch.nn.Parameter, *args: Any, **kwargs: Any) -> 
     return torch.Tensor.type(parameter).replace("torch.", "torch.cuda.")
 
 
+def _eager(function: Callable | None = None, **options: Any) -> Callable:
+    """`torch.compile`, as a decorator with or without options, that leaves a function as it is."""
+    return function or _eager
+
+
 class _NoStream:
     """Stands for a stream or an event: there is one queue, and it is in order."""
 
@@ -89,6 +94,7 @@ def torch_patches() -> list[Patch]:
         Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to), 'nemo megatron_strategy.training_step: .to("cuda")'),
         Patch(torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron.core.utils, schedules: Tensor.cuda()"),
         Patch(torch.nn.Parameter, "type", _gpu_type_name, "megatron.core.optimizer 0.15, 0.16: refuses other names"),
+        Patch(torch, "compile", _eager, "megatron.core.jit: imports the compiler, for fusions that a CPU does not use"),
         Patch(torch.nn.Module, "cuda", lambda self, *a, **k: self, "nemo megatron_parallel.init_model_parallel"),
     ]
     calls: dict[str, tuple[Any, str]] = {

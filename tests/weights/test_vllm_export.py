@@ -33,7 +33,7 @@ WIDE = {"num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM on a CPU ser
 FAMILIES = {
     "llama": WIDE,
     "qwen2": {"tied": True, **WIDE},
-    "qwen3": {"tied": True, "rope_scaling": YARN},  # heads x head size is twice the hidden size
+    "qwen3": {"rope_scaling": YARN},  # heads x head size is twice the hidden size
     "qwen3_moe": {},
     "mixtral": WIDE,
 }
@@ -118,15 +118,6 @@ def test_a_tied_head_follows_every_sync(ends: dict[str, Path], tmp_path: Path) -
         assert "lm_head.weight" in train(server, 1, tmp_path, "optimizer.learning_rate=1e-3")
 
 
-def test_adapters_of_an_untied_model(ends: dict[str, Path]) -> None:
-    with served(ends["llama"], *ADAPTERS) as server:
-        check_three_adapters(server)
-
-
-def test_adapters_of_a_tied_model(server: RealServer) -> None:
-    check_three_adapters(server)
-
-
 MODULE = "model.layers.0.self_attn.v_proj"
 
 
@@ -145,8 +136,11 @@ def distance(model: PreTrainedModel, answer: Generation) -> float:
     return float((scores.gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0] - said).abs().max())
 
 
-def check_three_adapters(server: RealServer) -> None:
-    """One after another: vLLM computes what transformers does with the merged matrix, and not with the one before."""
+def test_three_adapters(server: RealServer) -> None:
+    """One after another: vLLM computes what transformers does with the merged matrix, and not with the one before.
+
+    Of a tied model: tests/real_weights.
+    """
     model = AutoModelForCausalLM.from_pretrained(server.model).eval().requires_grad_(False)
     weight = model.get_parameter(f"{MODULE}.weight")
     base = weight.clone()
