@@ -6,6 +6,7 @@ but what a version shim needs. On a CPU it redirects the calls that cpu_patches.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.metadata
 import os
@@ -24,6 +25,7 @@ from nemo_flashrl.platform.cpu_patches import Patch, torch_patches, upstream_pat
 __all__ = ["accelerator", "install", "make_strategy"]
 
 SUPPORTED_MEGATRON = ("0.15", "0.16")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 
 _installed: list[Patch] = []  # what is in force; empty on a GPU
 
@@ -230,10 +232,19 @@ def install() -> None:
         megatron_016.install()
     if has_gpu():
         return
+    _keep_freed_memory()
     for patches in (torch_patches, upstream_patches):  # torch first: importing the others needs it
         for patch in patches():
             setattr(patch.owner, patch.name, patch.replacement)
             _installed.append(patch)
+
+
+def _keep_freed_memory() -> None:
+    """Leave what is freed in glibc's heap: large tensors would else be mapped, and cleared by page, in every step."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _megatron_version() -> str:
