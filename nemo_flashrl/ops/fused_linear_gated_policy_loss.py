@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .chunks import to_host
 from .fused_linear_logprob import check_grad_weight
 from .fused_linear_policy_loss import attach_gradients, gradient_sums, policy_pass
-from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
+from .head import Head, HeadOptions, make_head
 from .passes import GradientSums, gradient_pass, logprob_pass
 from .tensor_parallel import gathered_rows
 
@@ -47,7 +48,7 @@ def fused_linear_gated_policy_loss(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
     logits_budget_bytes: int = DEFAULT_LOGITS_BUDGET,
@@ -94,7 +95,7 @@ def fused_linear_gated_policy_loss(
         else:
             # Reckoned with the padded shard, so that all ranks hold the same chunks.
             held_rows = logits_budget_bytes // (weight.shape[0] * head.products.dtype.itemsize)
-            total, logprobs, entropies = _two_walks(head, mask, rule, sums, loss_scale, entropy, held_rows)
+            total, logprobs, entropies = _two_walks(head, rule, sums, loss_scale, entropy, held_rows)
     total = attach_gradients(total, hidden, weight, sums, loss_scale, grad_weight is not None, on_grad_weight)
     return (total, logprobs, entropies) if return_entropy else (total, logprobs)
 
@@ -132,13 +133,12 @@ def _given(
         def known(_: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
             return derivative[tokens], derivative[tokens]
 
-        policy_pass(head, known, live, sums, loss_scale, entropy_weight=slope, entropy=False)
+        policy_pass(head, known, to_host(live), sums, loss_scale, entropy_weight=slope, entropy=False)
     return total
 
 
 def _two_walks(
     head: Head,
-    mask: Tensor | None,
     rule: _Rule,
     sums: GradientSums | None,
     loss_scale: float,
@@ -146,7 +146,7 @@ def _two_walks(
     held_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, log-probs, entropies): a walk for the log-probs, then one over the live rows, chunks still held first."""
-    chunks, num_held = head.chunks(mask), 0
+    chunks, num_held = head.chunks(head.mask), 0
     if sums is not None and chunks:
         num_held = min(len(chunks), max(1, held_rows // chunks[0].num_rows))
     statistics, held = logprob_pass(
