@@ -27,7 +27,7 @@ class HeadSettings:
 
     vocab_size: int  # rows that are tokens; what pads them up to the parallel multiple has probability 0
     temperature: float = 1.0  # the sampler's, where a microbatch does not tell its trajectories' own
-    chunk_tokens: int = 512  # tokens whose logits are alive at a time
+    chunk_tokens: int | None = None  # tokens whose logits are alive at a time; None: by device and shape
     logits_budget_bytes: int = 64 * 2**20  # a microbatch whose logits fit saves their second product
 
 

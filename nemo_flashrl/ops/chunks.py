@@ -104,7 +104,8 @@ def plan_chunks(
 
     parts = selected.view(num_shards, shard_tokens)
     counts = parts.sum(1)
-    shortest, longest = int(counts.min()), int(counts.max())
+    shortest = int(counts.min())
+    longest = int(counts.max())
     order = (~parts).byte().argsort(stable=True, dim=1)[:, :longest]  # selected tokens first, all in their order
     order += torch.arange(num_shards)[:, None] * shard_tokens
     coded = torch.where(torch.arange(longest) < counts[:, None], order, ~order)  # a filled-up row is below 0
@@ -127,4 +128,7 @@ def plan_chunks(
 def _to_device(table: Tensor, device: torch.device | str) -> Tensor:
     """A copy that the host does not wait for, which takes pinned memory."""
     device = torch.device(device)
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return table
+    pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    return pinned.copy_(table).to(device, non_blocking=True)

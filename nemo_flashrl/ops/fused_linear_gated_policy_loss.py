@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .chunks import to_host
+from .chunks import Chunk, to_host
 from .fused_linear_logprob import check_grad_weight
 from .fused_linear_policy_loss import attach_gradients, gradient_sums, policy_pass
 from .head import Head, HeadOptions, make_head
-from .passes import GradientSums, gradient_pass, logprob_pass
+from .passes import ChunkLogits, GradientSums, gradient_pass, logprob_pass
 from .tensor_parallel import gathered_rows
 
 DEFAULT_LOGITS_BUDGET = 2**28
@@ -158,13 +158,24 @@ def _two_walks(
     derivative = derivative * loss_scale
     slope = None if slope is None else slope * loss_scale
 
-    held_chunks = chunks[len(chunks) - num_held :]
-    for chunk, rows in gathered_rows(head.hidden, held_chunks, head.group, head.sequence_parallel):
+    _add_held(head, chunks[len(chunks) - num_held :], held, derivative, slope, sums)
+    gradient_pass(head, statistics, derivative, slope, sums)
+    return total, statistics.logprobs, statistics.entropies
+
+
+def _add_held(
+    head: Head,
+    chunks: list[Chunk],
+    held: list[ChunkLogits],
+    derivative: Tensor,
+    slope: Tensor | None,
+    sums: GradientSums,
+) -> None:
+    """The gradients of chunks whose logits are there; their derivatives `[T]` are 0 afterwards."""
+    for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
         item = held.pop(0)  # its storage goes as soon as it is used up
         part = None if slope is None else chunk.take(slope)
         sums.add(chunk, rows, item.matrix, item.targets, item.statistics, chunk.take(derivative), part)
         del item
         for done in (derivative,) if slope is None else (derivative, slope):
             chunk.put(done, done.new_zeros(chunk.num_rows))
-    gradient_pass(head, statistics, derivative, slope, sums)
-    return total, statistics.logprobs, statistics.entropies

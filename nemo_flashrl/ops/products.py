@@ -82,8 +82,9 @@ class Products:
             kernels.wgrad_gemm_accum_fp32(rows, operand, out)
         else:
             step = max(1, SUMMAND_BYTES // (out.shape[1] * out.element_size()))
+            summand = torch.empty_like(out[:step])
             for part, columns in zip(out.split(step), operand.split(step, 1), strict=True):
-                product = torch.mm(columns.t(), rows, out_dtype=self.dtype)
+                product = torch.mm(columns.t(), rows, out_dtype=self.dtype, out=summand[: part.shape[0]])
                 part.add_(product if size is None else product.mul_(size))
 
     def _widened_blocks(self):
