@@ -109,9 +109,14 @@ class PolicyHead(ColumnParallelLinear):
         }
 
     def _temperature(self) -> float | Tensor:
-        """One number where it will do: it is then a factor of the product and no pass over the logits."""
+        """One number where it will do: on a CPU it is then a factor of the product and no pass over the logits.
+
+        A GPU scales each row as it reads it, and to look at the numbers would be to wait for it.
+        """
         if self._temperatures is None:
             return self.settings.temperature
+        if self._temperatures.device.type != "cpu":
+            return flat(self._temperatures)
         lowest, highest = self._temperatures.aminmax()
         return float(lowest) if lowest == highest else flat(self._temperatures)
 

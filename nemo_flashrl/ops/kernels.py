@@ -89,30 +89,20 @@ def logit_gradient_(
 
     def form(some: slice, out: Tensor) -> None:
         own_scale = scale[some] if isinstance(scale, Tensor) else scale
-        own = (None if values is None else values[some] for values in numbers)
-        _form_gradient(logits[some], out, targets[some], first_row, own_scale, *own)
+        own = tuple(None if values is None else values[some] for values in numbers)
+        _form_gradient(logits[some], out, targets[some], first_row, own_scale, own)
 
     return narrow_(logits, dtype, form)
 
 
 def _form_gradient(
-    logits: Tensor,
-    out: Tensor,
-    targets: Tensor,
-    first_row: int,
-    scale: float | Tensor,
-    logprobs: Tensor,
-    shift: Tensor,
-    exp_sum: Tensor,
-    derivative: Tensor,
-    slope: Tensor | None,
-    entropies: Tensor | None,
+    logits: Tensor, out: Tensor, targets: Tensor, first_row: int, scale: float | Tensor, numbers: tuple
 ) -> None:
     """`out` may be `logits`; otherwise they must not overlap."""
     if is_fused(logits):
-        numbers = (logprobs, shift, exp_sum, derivative, slope, entropies)
         torch.ops.nemo_flashrl.logit_gradient(logits, out, targets, first_row, *_both(scale), *numbers)
         return
+    logprobs, shift, exp_sum, derivative, slope, entropies = numbers
     live, scales = derivative != 0, _column(scale, derivative)
     factor = scales / exp_sum
     constant, weight, at_target = -derivative * factor, torch.zeros_like(factor), -derivative * torch.expm1(logprobs)
@@ -159,6 +149,7 @@ def _(logits, out, *numbers):
 
 if HAS_TRITON:
     INTERPRETED = bool(getattr(getattr(triton, "knobs", None), "runtime", None) and triton.knobs.runtime.interpret)
+    FEWEST_TUNED_ROWS = 256
     SIZES = [
         triton.Config({"BLOCK": block}, num_warps=warps)
         for block, warps in ((2048, 8), (1024, 4), (4096, 8), (4096, 16))
@@ -275,36 +266,25 @@ if HAS_TRITON:
         num_rows, num_columns = logits.shape
         packed = logits.new_empty(4 if entropy else 3, num_rows)
         if num_rows:
-            _tuned_statistics[(num_rows,)](
-                logits,
-                targets,
-                targets if scales is None else scales,
-                packed,
-                scale,
-                first_row,
-                num_rows,
-                num_columns,
-                HAS_SCALES=scales is not None,
-                ENTROPY=entropy,
-            )
+            tensors = (logits, targets, targets if scales is None else scales, packed)
+            options = {"HAS_SCALES": scales is not None, "ENTROPY": entropy}
+            _tuned_statistics[(num_rows,)](*tensors, scale, first_row, num_rows, num_columns, **options)
         return packed
 
     @torch.library.impl(LIBRARY, "logit_gradient", "CompositeExplicitAutograd")
-    def _(logits, out, targets, first_row, scale, scales, logprobs, shift, exp_sum, derivative, slope, entropies):
+    def _(logits, out, targets, first_row, scale, scales, *numbers):
         num_rows, num_columns = logits.shape
         if num_rows == 0:
             return
-        nothing = logprobs  # stands for a pointer that is not read
-        numbers = [
-            nothing if x is None else x for x in (scales, logprobs, shift, exp_sum, derivative, slope, entropies)
-        ]
-        arguments = (logits, out, targets, *numbers, scale, first_row, num_columns)
-        options = {"HAS_SCALES": scales is not None, "ENTROPY": slope is not None}
+        tensors = (targets if values is None else values for values in (scales, *numbers))  # what is not read is there
+        arguments = (logits, out, targets, *tensors, scale, first_row, num_columns)
+        options = {"HAS_SCALES": scales is not None, "ENTROPY": numbers[-2] is not None}
 
         def grid(meta: dict) -> tuple[int, int]:
             return num_rows, triton.cdiv(num_columns, meta["BLOCK"])
 
-        if out.data_ptr() == logits.data_ptr():  # tuning runs it more than once, and its input would be gone
+        # Tuning runs it more than once: its input must stay, and its rows be more than the few narrowing begins with.
+        if out.data_ptr() == logits.data_ptr() or num_rows < FEWEST_TUNED_ROWS:
             _gradient_kernel[grid](*arguments, **options, BLOCK=2048, num_warps=8)
         else:
             _tuned_gradient[grid](*arguments, **options)

@@ -67,8 +67,8 @@ def policy_head_memory(
                                                    states gathered, the reduced gradient
         token numbers     8 T                      log-probs, and the loss's own vector
 
-    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least. Blocks of logits in temporaries, up to 32 MiB
-    on an accelerator with an entropy term and less elsewhere, are left out.
+    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least. Temporaries are left out: a 128th of the
+    logits on a GPU; there, without Triton, up to four blocks of logits of 32 MiB; without apex, one of the gradient.
     """
     ranks = tensor_parallel
     shards = ranks if sequence_parallel else 1

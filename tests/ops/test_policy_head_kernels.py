@@ -8,6 +8,8 @@ What a compiler makes of them, and how fast they are, only a GPU shows.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -32,6 +34,33 @@ pytestmark = pytest.mark.skipif(
 )
 SIZES = [(1, 7), (32, 101), (33, 509), (5, 4096), (40, 5003)]  # rows, columns
 FIRST_ROW = 50  # of this rank's shard: some targets lie before it, some behind
+
+
+COMPILE = """
+import os
+os.environ.pop("TRITON_INTERPRET")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nemo_flashrl.ops import kernels
+
+NUMBERS = dict.fromkeys(("first_row", "num_rows", "num_columns"), "i32")
+TYPES = {"targets": "*i64", "scale": "fp32", "out": "*bf16"} | NUMBERS
+for kernel in (kernels._statistics_kernel, kernels._gradient_kernel):
+    for entropy in (False, True):
+        constants = {"HAS_SCALES": entropy, "ENTROPY": entropy, "BLOCK": 2048}
+        signature = {name: "constexpr" if name in constants else TYPES.get(name, "*fp32") for name in kernel.arg_names}
+        source = ASTSource(kernel, signature, constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+        print(len(compiled.asm["cubin"]))
+"""
+
+
+def test_they_compile_for_hopper():
+    """To machine code, by the compiler that comes with Triton; no GPU runs it."""
+    result = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == 4
 
 
 @pytest.fixture(autouse=True)
