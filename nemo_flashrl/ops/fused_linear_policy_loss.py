@@ -60,8 +60,9 @@ def fused_linear_policy_loss(
     Args as in `fused_linear_logprob`, and:
         loss: `loss(logprobs, tokens) -> (value, d value / d logprob)`, each `[n]`, for the n tokens of the slice
             `tokens` of the flat batch; called under no_grad, in fp32 (fp64). A token with derivative 0 reaches neither
-            gradient; an accelerator spends its two products on it all the same. Where a chunk's tokens do not lie side by side, the slice is the whole batch: the log-probs of
-            other tokens read 0, and what is returned for them is dropped.
+            gradient, though an accelerator spends its two products on it. Where a chunk's tokens do not lie side by
+            side, the slice is the whole batch: the log-probs of other tokens read 0, and what is returned for them is
+            dropped.
         entropy_weight: fp32 `[T]`, dL/dentropy of each token: `sum(entropy_weight * entropy)` is added to the loss.
         return_entropy: also return the entropies.
         loss_scale: what backward will be given; gradients are formed at this scale, which fp16 and `grad_weight` need.
