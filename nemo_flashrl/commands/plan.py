@@ -62,7 +62,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         type=at_least(1),
         default=None,
         metavar="N",
-        help="tokens whose logits are materialised at a time",
+        help="tokens whose logits are materialised at a time (default: picked by device and shape)",
     )
     plan.add_argument(
         "--action-share", type=float, default=0.4, metavar="X", help="share of action tokens (default 0.4)"

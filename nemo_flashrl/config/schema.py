@@ -31,7 +31,7 @@ class ModelConfig:
     path: str = MISSING  # Hugging Face checkpoint folder to start from
     context_length: int = within(4096, 2)  # most tokens of one trajectory, prompt included
     vocab_divisible_by: int = within(128, 1)  # the embedding is padded to a multiple of this times tensor
-    head_chunk_tokens: int = within(512, 1)  # tokens whose logits are materialised at a time
+    head_chunk_tokens: int | None = within(None, 1)  # tokens whose logits are materialised at a time; None: picked
     head_logits_budget_mib: int = within(64, 0)  # a microbatch whose logits fit is scored and trained in one pass
     recompute: str = one_of("none", "selective", "full")  # activation recomputation: of attention | of every layer
     precision: str = one_of("bf16", "fp32")

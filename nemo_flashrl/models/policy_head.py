@@ -27,7 +27,7 @@ class HeadSettings:
 
     vocab_size: int  # rows that are tokens; what pads them up to the parallel multiple has probability 0
     temperature: float = 1.0  # the sampler's, where a microbatch does not tell its trajectories' own
-    chunk_tokens: int = 512  # tokens whose logits are alive at a time
+    chunk_tokens: int | None = None  # tokens whose logits are alive at a time; None: by device and shape
     logits_budget_bytes: int = 64 * 2**20  # a microbatch whose logits fit saves their second product
 
 
@@ -109,9 +109,14 @@ class PolicyHead(ColumnParallelLinear):
         }
 
     def _temperature(self) -> float | Tensor:
-        """One number where it will do: it is then a factor of the product and no pass over the logits."""
+        """One number where it will do: on a CPU it is then a factor of the product and no pass over the logits.
+
+        A GPU scales each row as it reads it, and to look at the numbers would be to wait for it.
+        """
         if self._temperatures is None:
             return self.settings.temperature
+        if self._temperatures.device.type != "cpu":
+            return flat(self._temperatures)
         lowest, highest = self._temperatures.aminmax()
         return float(lowest) if lowest == highest else flat(self._temperatures)
 

@@ -1,4 +1,5 @@
-"""Log-probs and policy gradients of an output layer without its logits: torch and process groups, nothing else.
+"""Log-probs and policy gradients of an output layer without its logits: torch and process groups,
+and Triton and apex where they are there.
 
 `reference` holds the plain formulas, `memory` what a pass takes on paper.
 """

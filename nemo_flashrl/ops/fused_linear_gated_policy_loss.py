@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .chunks import Chunk, to_host
 from .fused_linear_logprob import check_grad_weight
 from .fused_linear_policy_loss import attach_gradients, gradient_sums, policy_pass
-from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
-from .passes import GradientSums, gradient_pass, logprob_pass
+from .head import Head, HeadOptions, make_head
+from .passes import ChunkLogits, GradientSums, gradient_pass, logprob_pass
 from .tensor_parallel import gathered_rows
 
 DEFAULT_LOGITS_BUDGET = 2**28
@@ -47,7 +48,7 @@ def fused_linear_gated_policy_loss(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
     logits_budget_bytes: int = DEFAULT_LOGITS_BUDGET,
@@ -94,7 +95,7 @@ def fused_linear_gated_policy_loss(
         else:
             # Reckoned with the padded shard, so that all ranks hold the same chunks.
             held_rows = logits_budget_bytes // (weight.shape[0] * head.products.dtype.itemsize)
-            total, logprobs, entropies = _two_walks(head, mask, rule, sums, loss_scale, entropy, held_rows)
+            total, logprobs, entropies = _two_walks(head, rule, sums, loss_scale, entropy, held_rows)
     total = attach_gradients(total, hidden, weight, sums, loss_scale, grad_weight is not None, on_grad_weight)
     return (total, logprobs, entropies) if return_entropy else (total, logprobs)
 
@@ -132,13 +133,12 @@ def _given(
         def known(_: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
             return derivative[tokens], derivative[tokens]
 
-        policy_pass(head, known, live, sums, loss_scale, entropy_weight=slope, entropy=False)
+        policy_pass(head, known, to_host(live), sums, loss_scale, entropy_weight=slope, entropy=False)
     return total
 
 
 def _two_walks(
     head: Head,
-    mask: Tensor | None,
     rule: _Rule,
     sums: GradientSums | None,
     loss_scale: float,
@@ -146,7 +146,7 @@ def _two_walks(
     held_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, log-probs, entropies): a walk for the log-probs, then one over the live rows, chunks still held first."""
-    chunks, num_held = head.chunks(mask), 0
+    chunks, num_held = head.chunks(head.mask), 0
     if sums is not None and chunks:
         num_held = min(len(chunks), max(1, held_rows // chunks[0].num_rows))
     statistics, held = logprob_pass(
@@ -158,13 +158,24 @@ def _two_walks(
     derivative = derivative * loss_scale
     slope = None if slope is None else slope * loss_scale
 
-    held_chunks = chunks[len(chunks) - num_held :]
-    for chunk, rows in gathered_rows(head.hidden, held_chunks, head.group, head.sequence_parallel):
+    _add_held(head, chunks[len(chunks) - num_held :], held, derivative, slope, sums)
+    gradient_pass(head, statistics, derivative, slope, sums)
+    return total, statistics.logprobs, statistics.entropies
+
+
+def _add_held(
+    head: Head,
+    chunks: list[Chunk],
+    held: list[ChunkLogits],
+    derivative: Tensor,
+    slope: Tensor | None,
+    sums: GradientSums,
+) -> None:
+    """The gradients of chunks whose logits are there; their derivatives `[T]` are 0 afterwards."""
+    for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
         item = held.pop(0)  # its storage goes as soon as it is used up
         part = None if slope is None else chunk.take(slope)
         sums.add(chunk, rows, item.matrix, item.targets, item.statistics, chunk.take(derivative), part)
         del item
         for done in (derivative,) if slope is None else (derivative, slope):
             chunk.put(done, done.new_zeros(chunk.num_rows))
-    gradient_pass(head, statistics, derivative, slope, sums)
-    return total, statistics.logprobs, statistics.entropies

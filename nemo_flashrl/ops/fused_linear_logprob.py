@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .head import DEFAULT_CHUNK_TOKENS, HeadOptions, make_head
+from .head import HeadOptions, lay_out, make_head
 from .passes import GradientSums, TokenStatistics, gradient_pass, logprob_pass
 
 
@@ -30,7 +30,7 @@ def fused_linear_logprob(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     return_entropy: bool = False,
     mask: Tensor | None = None,
     sequence_parallel: bool = False,
@@ -49,7 +49,8 @@ def fused_linear_logprob(
         tp_group: the ranks that share the vocabulary; None for one rank.
         vocab_size: the true vocabulary; rows from there on are padding, with probability 0 and gradient 0.
         temperature: logits are divided by it; one for all tokens, or floating `[T]`, equal on all ranks.
-        chunk_tokens: tokens whose logits are held at a time, `chunk_tokens * V / TP` fp32 numbers.
+        chunk_tokens: tokens whose logits are held at a time, `chunk_tokens * V / TP` fp32 numbers; None picks by device
+            and shape, see `memory.picked_chunk_tokens`.
         return_entropy: also the entropy of each token's distribution, differentiable too.
         mask: bool `[T]`; rows outside it are never computed: log-prob and entropy 0, no gradient, their `hidden` and
             `targets` may hold anything. Equal on all ranks.
@@ -77,7 +78,7 @@ class _LogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, mask, options, return_entropy, grad_weight, on_grad_weight):
         with torch.autocast(hidden.device.type, enabled=False):
             head = make_head(hidden, weight, targets, mask, options)
-            statistics, _ = logprob_pass(head, head.chunks(mask), entropy=return_entropy)
+            statistics, _ = logprob_pass(head, head.chunks(head.mask), entropy=return_entropy)
         ctx.save_for_backward(
             hidden,
             weight,
@@ -98,7 +99,7 @@ class _LogProb(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropies):
         hidden, weight, targets, mask, shift, exp_sum, logprobs, entropies = ctx.saved_tensors
         with torch.autocast(hidden.device.type, enabled=False):
-            head = make_head(hidden, weight, targets, mask, ctx.options)
+            head = lay_out(hidden, weight, targets, None, ctx.options)
             if grad_logprobs is None:
                 grad_logprobs = torch.zeros_like(logprobs)
             if mask is not None:

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from .chunks import Chunk
 from .fused_linear_logprob import check_grad_weight
-from .head import DEFAULT_CHUNK_TOKENS, Head, HeadOptions, make_head
+from .head import Head, HeadOptions, make_head
 from .passes import GradientSums, walk
 
 # A trainer multiplies the loss by the number of microbatches and divides by it again: in fp32, (1 / 41) * 41 is not 1.
@@ -45,7 +45,7 @@ def fused_linear_policy_loss(
     tp_group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
     temperature: float | Tensor = 1.0,
-    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     entropy_weight: Tensor | None = None,
     return_entropy: bool = False,
     mask: Tensor | None = None,
@@ -60,7 +60,8 @@ def fused_linear_policy_loss(
     Args as in `fused_linear_logprob`, and:
         loss: `loss(logprobs, tokens) -> (value, d value / d logprob)`, each `[n]`, for the n tokens of the slice
             `tokens` of the flat batch; called under no_grad, in fp32 (fp64). A token with derivative 0 reaches neither
-            gradient. Where `mask` leaves tokens out of a slice, their log-probs read 0 and what is returned for them is
+            gradient, though an accelerator spends its two products on it. Where a chunk's tokens do not lie side by
+            side, the slice is the whole batch: the log-probs of other tokens read 0, and what is returned for them is
             dropped.
         entropy_weight: fp32 `[T]`, dL/dentropy of each token: `sum(entropy_weight * entropy)` is added to the loss.
         return_entropy: also return the entropies.
@@ -83,7 +84,7 @@ def fused_linear_policy_loss(
         head = make_head(hidden, weight, targets, mask, options)
         sums = gradient_sums(head, hidden, weight, grad_weight) if with_gradient else None
         total, logprobs, entropies = policy_pass(
-            head, loss, mask, sums, loss_scale, entropy_weight=entropy_weight, entropy=return_entropy
+            head, loss, head.mask, sums, loss_scale, entropy_weight=entropy_weight, entropy=return_entropy
         )
     total = attach_gradients(total, hidden, weight, sums, loss_scale, grad_weight is not None, on_grad_weight)
     return (total, logprobs, entropies) if return_entropy else (total, logprobs)
@@ -99,7 +100,7 @@ def policy_pass(
     entropy_weight: Tensor | None,
     entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, logprobs, entropies), with the gradients of `loss_scale * loss` added to `sums`.
+    """(loss, logprobs, entropies), with the gradients of `loss_scale * loss` added to `sums`; `mask` on the host.
 
     A chunk's exchange of 12 bytes a token is waited for: overlapping it with the next chunk's product would cost a
     second buffer of logits. The sum of the hidden gradients, 4 H bytes a token, does run under the next chunk's
@@ -129,17 +130,13 @@ def policy_pass(
 
 def apply_loss(loss: TokenLoss, chunk: Chunk, logprobs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """(sum of values, derivatives `[C]`) of the chunk's tokens; rows that hold no token count 0."""
-    total, derivatives = logprobs.new_zeros(()), torch.zeros_like(logprobs)
-    for tokens, rows, places in chunk.spans(num_tokens):
-        if places is None:
-            value, derivative = loss(logprobs[rows], tokens)
-        else:
-            spread = logprobs.new_zeros(tokens.stop - tokens.start)
-            spread[places] = logprobs[rows]
-            value, derivative = (result[places] for result in loss(spread, tokens))
-        total += value.sum()
-        derivatives[rows] = derivative
-    return total, derivatives
+    if chunk.tokens is None and chunk.num_shards == 1:
+        value, derivative = loss(logprobs, slice(chunk.start, chunk.stop))
+        return value.sum(), derivative.to(logprobs.dtype)
+    spread = logprobs.new_zeros(num_tokens)
+    chunk.put(spread, logprobs)
+    value, derivative = loss(spread, slice(0, num_tokens))
+    return chunk.take(value).sum(), chunk.take(derivative).to(logprobs.dtype)
 
 
 def gradient_sums(head: Head, hidden: Tensor, weight: Tensor, grad_weight: Tensor | None) -> GradientSums | None:

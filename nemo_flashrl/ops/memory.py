@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Of one chunk's fp32 logits on a GPU, where no size is given.
+LOGITS_BYTES = 2**28
+# Below it, on Hopper, the sum of the weight's gradient takes longer to read and write than its product to form.
+FEWEST_GPU_TOKENS = 1024
+CPU_TOKENS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class HeadMemory:
@@ -21,6 +27,20 @@ class HeadMemory:
     def peak(self) -> int:
         formed = max(self.logits + self.chunk_states, self.handed_gradient)
         return formed + self.hidden_gradient + self.weight_gradient + self.token_numbers
+
+
+def picked_chunk_tokens(shard_rows: int, *, on_gpu: bool = True) -> int:
+    """Tokens C of a chunk where none are given, for `shard_rows` = V / TP vocabulary rows on a rank.
+
+    A chunk reads and writes the fp32 sum of the weight's gradient once, 8 V H / TP bytes, under a product of
+    2 C V H / TP FLOP. At F FLOP/s and B bytes/s the product takes longer from C = 4 F / B tokens on, whatever the
+    shape: from 980 at 700 TFLOP/s and 85% of 3.35 TB/s. A hundred small kernels a chunk want more of it where a rank's
+    vocabulary is small. So on a GPU: as many tokens as `LOGITS_BYTES` of logits hold, 4 C V / TP, a power of two, and
+    no fewer than `FEWEST_GPU_TOKENS`. On a CPU logits that stay in its caches count more.
+    """
+    if not on_gpu:
+        return CPU_TOKENS
+    return max(FEWEST_GPU_TOKENS, 1 << (LOGITS_BYTES // (4 * shard_rows)).bit_length() - 1)
 
 
 def policy_head_memory(
@@ -47,8 +67,8 @@ def policy_head_memory(
                                                    states gathered, the reduced gradient
         token numbers     8 T                      log-probs, and the loss's own vector
 
-    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least. Blocks of logits in temporaries, up to 32 MiB
-    on an accelerator with an entropy term and less elsewhere, are left out.
+    naive is 2 x 4 T V / TP: fp32 logits and their gradient, at the least. Temporaries are left out: a 128th of the
+    logits on a GPU; there, without Triton, up to four blocks of logits of 32 MiB; without apex, one of the gradient.
     """
     ranks = tensor_parallel
     shards = ranks if sequence_parallel else 1

@@ -14,6 +14,13 @@ is near 1, as most sampled tokens are, half-precision products would lose the di
     a = -c / (S temperature)                 t = -c expm1(log p_y) / temperature
 
 and with an entropy term e_v is weighted by c + w (log p_v + entropy) in the same pass that forms it.
+
+So on a CPU, where the host may look at a number at any time: it leaves out rows without a derivative, and the shift of
+exponentials that need none. On an accelerator a look would wait for all that is queued, and every pass over `[C, V]`
+counts beside products that are fast. There logits stay until the derivatives are known, and one kernel makes dL/dz of
+them in the weights' dtype, the target's entry included, rows without a derivative as zeros:
+
+    dhidden = dL/dz @ W        dW += dL/dz^T @ hidden
 """
 
 from __future__ import annotations
@@ -24,13 +31,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .chunks import Chunk
+from .chunks import Chunk, to_host
 from .head import Head
+from .kernels import logit_gradient_, row_statistics
 from .softmax import (
     ChunkStatistics,
+    compact_,
     exponentials_,
     local_statistics,
-    row_blocks,
     unshifted_statistics,
     weighted_exponentials_,
 )
@@ -58,7 +66,7 @@ class ChunkLogits:
 
     chunk: Chunk
     rows: Tensor | None  # hidden states [C, H]
-    matrix: Tensor  # [C, V] logits, or exp(logits - local shift)
+    matrix: Tensor  # [C, V] logits, or exp(logits - local shift); on an accelerator unscaled logits
     targets: Tensor  # int64 [C]
     exchange: StatisticsExchange
     statistics: ChunkStatistics | None = None  # once the exchange is over
@@ -78,8 +86,13 @@ def walk(
     rows_of = gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel)
     for index, (chunk, rows) in enumerate(rows_of):
         matrix = buffer[: chunk.num_rows] if index < num_shared else head.empty_logits(chunk.num_rows)
-        head.products.logits(rows, head.scale(chunk), matrix)
         targets = chunk.take(head.targets)
+        if not head.may_look:
+            head.products.logits(rows, 1.0, matrix)
+            packed = row_statistics(matrix, targets, head.first_row, head.scale(chunk), entropy=entropy)
+            yield ChunkLogits(chunk, rows, matrix, targets, StatisticsExchange(packed, head.group))
+            continue
+        head.products.logits(rows, head.scale(chunk), matrix)
         columns, owned = head.columns(targets)
         packed = None
         if may_be_unshifted:
@@ -136,14 +149,14 @@ def gradient_pass(
     live = derivative != 0
     if entropy_derivative is not None:
         live |= entropy_derivative != 0
-    chunks = head.chunks(live)
+    chunks = head.chunks(to_host(live))
     buffer = chunk_buffer(head, chunks)
     for chunk, rows in gathered_rows(head.hidden, chunks, head.group, head.sequence_parallel):
         matrix = buffer[: chunk.num_rows]
-        head.products.logits(rows, head.scale(chunk), matrix)
+        head.products.logits(rows, head.scale(chunk) if head.may_look else 1.0, matrix)
         chunk_statistics = statistics.of(chunk)
         slope = None if entropy_derivative is None else chunk.take(entropy_derivative)
-        if slope is None:
+        if slope is None and head.may_look:
             exponentials_(matrix, chunk_statistics.shift)
         sums.add(chunk, rows, matrix, chunk.take(head.targets), chunk_statistics, chunk.take(derivative), slope)
 
@@ -176,8 +189,10 @@ class GradientSums:
         derivative: Tensor,
         entropy_derivative: Tensor | None,
     ) -> None:
-        """Add one chunk: `rows` `[C, H]`; `matrix` `[C, V]` is exp(logits - local shift), or the logits themselves
-        with an `entropy_derivative`; the others `[C]`. `matrix` is used up."""
+        """Add one chunk: `rows` `[C, H]`; `matrix` `[C, V]`, used up, as `walk` leaves it; the others `[C]`."""
+        if not self.head.may_look:
+            self._add_unseen(chunk, rows, matrix, targets, statistics, derivative, entropy_derivative)
+            return
         live = derivative != 0 if entropy_derivative is None else (derivative != 0) | (entropy_derivative != 0)
         num_live = int(live.sum())
         if num_live == 0:
@@ -215,10 +230,8 @@ class GradientSums:
         if num_columns:
             entries = matrix.gather(1, columns[:, None])
             matrix.scatter_(1, columns[:, None], entries.masked_fill_(owned[:, None], 0))
-            matrix = products.operand(matrix)
         if self.hidden is not None:
-            self.hidden.settle()
-            part = self._part_buffer(chunk.num_rows)[: rows.shape[0]]
+            part = self._settled_part(chunk)[: rows.shape[0]]
             if num_columns:
                 products.hidden_gradient(matrix, part)
                 part.mul_(row_factor[:, None])
@@ -229,16 +242,44 @@ class GradientSums:
             self.hidden.put(chunk, order, part)
         if self.weight is not None and num_columns:
             own = self.weight[:num_columns]
-            products.add_weight_gradient(matrix, rows, row_factor, own)
-            # An accelerator adds repeated targets in any order, unless torch.use_deterministic_algorithms is on.
+            products.add_weight_gradient(matrix, rows * row_factor[:, None], own)
             for some in target_blocks(rows.shape[0]):
                 own.index_add_(0, columns[some], rows[some] * target_factor[some, None])
+
+    def _add_unseen(self, chunk, rows, logits, targets, statistics, derivative, slope) -> None:
+        """As `add`, without a look at any number."""
+        head, products, size = self.head, self.head.products, None
+        live = derivative != 0 if slope is None else (derivative != 0) | (slope != 0)
+        rows = torch.where(live[:, None], rows, 0)  # what lies on the others may be NaN
+        if rows.dtype == torch.float16:  # reaches down to 6e-8: a mean over a million tokens would vanish
+            sizes = derivative.abs() if slope is None else torch.maximum(derivative.abs(), slope.abs())
+            size = sizes.amax().clamp(min=torch.finfo(sizes.dtype).tiny)
+            derivative, slope = derivative / size, None if slope is None else slope / size
+        if head.num_columns:
+            dtype, scale = products.weight.dtype, head.scale(chunk)
+            gradient = logit_gradient_(logits, dtype, targets, head.first_row, scale, statistics, derivative, slope)
+        if self.hidden is not None:
+            part = self._settled_part(chunk)
+            if head.num_columns:
+                products.hidden_gradient(gradient, part)
+                if size is not None:
+                    part.mul_(size)
+            else:
+                part.zero_()
+            self.hidden.put(chunk, None, part)
+        if self.weight is not None and head.num_columns:
+            products.add_weight_gradient(gradient, rows, self.weight[: head.num_columns], size)
+
+    def _settled_part(self, chunk: Chunk) -> Tensor:
+        """`[C, H]` to write a part of the hidden gradient in, when the one before has left it."""
+        self.hidden.settle()
+        return self._part_buffer(chunk.num_rows)
 
     def _part_buffer(self, num_rows: int) -> Tensor:
         if self._part is None or self._part.shape[0] < num_rows:
             width = self.head.hidden.shape[1]
             self._part = torch.empty(num_rows, width, dtype=self.head.products.dtype, device=self.head.hidden.device)
-        return self._part
+        return self._part[:num_rows]
 
     def finish(self) -> tuple[Tensor | None, Tensor | None]:
         """(gradient of hidden, gradient of weight), in the dtypes they were summed in."""
@@ -252,15 +293,3 @@ class GradientSums:
 def target_blocks(num_rows: int) -> Iterator[slice]:
     """The targets' own terms a few at a time: those of a whole chunk would be one more `[C, H]` fp32 matrix."""
     return (slice(start, start + 256) for start in range(0, num_rows, 256))
-
-
-def compact_(matrix: Tensor, live: Tensor, num_live: int) -> Tensor:
-    """Bring the live rows of `[C, V]` to its front, moving as few as possible; returns where each came from, `[n]`."""
-    order = torch.arange(num_live, device=live.device)
-    holes = (~live[:num_live]).nonzero().squeeze(1)
-    movers = live[num_live:].nonzero().squeeze(1) + num_live
-    order[holes] = movers
-    if matrix.shape[1]:
-        for _, hole, mover in row_blocks(matrix[: holes.numel()], holes, movers):
-            matrix[hole[:, 0]] = matrix[mover[:, 0]]
-    return order

@@ -8,12 +8,12 @@ With z the logits of one token, m a shift, s = sum exp(z - m), u = sum exp(z - m
 
 The usual shift is the row's maximum, and costs two passes over the logits, as many as all the rest. It is needed
 against overflow alone: where s shows that 0 was a safe shift, 0 it is. Rows are walked in blocks that stay in the cache
-between the exponential and the sum: the chunk passes through memory once.
+between the exponential and the sum: the chunk passes through memory once. An accelerator's own way is `kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -117,3 +117,37 @@ def weighted_exponentials_(logits: Tensor, shift: Tensor, constant: Tensor, slop
     for block, amount, offset, factor in row_blocks(logits, shift, constant, slope):
         exponentials = block.sub_(amount).exp()
         block.mul_(factor).add_(offset).mul_(exponentials)
+
+
+def compact_(matrix: Tensor, live: Tensor, num_live: int) -> Tensor:
+    """Bring the live rows of `[C, V]` to its front, moving as few as possible; returns where each came from, `[n]`."""
+    order = torch.arange(num_live, device=live.device)
+    holes = (~live[:num_live]).nonzero().squeeze(1)
+    movers = live[num_live:].nonzero().squeeze(1) + num_live
+    order[holes] = movers
+    if matrix.shape[1]:
+        for _, hole, mover in row_blocks(matrix[: holes.numel()], holes, movers):
+            matrix[hole[:, 0]] = matrix[mover[:, 0]]
+    return order
+
+
+def narrow_(matrix: Tensor, dtype: torch.dtype, form: Callable[[slice, Tensor], None]) -> Tensor:
+    """A contiguous `[C, V]` matrix becomes one of a narrower dtype inside its own storage; the wide values are gone.
+
+    `form(rows, out)` fills `out` `[n, V]` of `dtype` from those rows of `matrix`. Rows are formed in the place of rows
+    that are used up, twice as many each time in half precision; the first few have none, and go through a copy.
+    """
+    if dtype == matrix.dtype:
+        form(slice(0, matrix.shape[0]), matrix)
+        return matrix
+    num_rows, width = matrix.shape
+    narrow = matrix.view(-1).view(dtype)[: matrix.numel()].view(num_rows, width)
+    done = min(num_rows, 1 + num_rows // 64)
+    first = matrix.new_empty(done, width, dtype=dtype)
+    form(slice(0, done), first)
+    narrow[:done] = first
+    while done < num_rows:
+        stop = min(num_rows, done * (matrix.element_size() // narrow.element_size()))
+        form(slice(done, stop), narrow[done:stop])
+        done = stop
+    return narrow

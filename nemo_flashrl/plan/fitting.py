@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from nemo_flashrl.plan.devices import USABLE, Device
-from nemo_flashrl.plan.memory import Layout, StageMemory, stage_memory
+from nemo_flashrl.plan.memory import Layout, StageMemory, head_chunk_tokens, stage_memory
 from nemo_flashrl.weights.model_shape import ModelShape
 
 GPUS_OF_A_NODE = 8
@@ -153,7 +153,7 @@ def changes_that_fit(
     """
     kept: dict[str, Any] = {}
     least = peak(shape, layout, tokens)
-    for change in _cheapest_first(layout, tokens, longest):
+    for change in _cheapest_first(shape, layout, tokens, longest):
         changed = _with(shape, layout, tokens, kept | change) if change.keys().isdisjoint(fixed) else None
         if changed is None or peak(shape, *changed) >= least:
             continue
@@ -178,11 +178,11 @@ def changes_that_fit(
     return found
 
 
-def _cheapest_first(layout: Layout, tokens: int, longest: int) -> Iterator[dict[str, Any]]:
+def _cheapest_first(shape: ModelShape, layout: Layout, tokens: int, longest: int) -> Iterator[dict[str, Any]]:
     if tokens > longest:
         yield {"tokens": longest}
     yield {"recompute": "full"}
-    if layout.head_chunk > SMALL_HEAD_CHUNK:
+    if head_chunk_tokens(shape, layout) > SMALL_HEAD_CHUNK:
         yield {"head_chunk": SMALL_HEAD_CHUNK}
     for name in ("tensor", "pipeline", "context"):
         yield from ({name: size} for size in (2, 4, 8) if size > getattr(layout, name))

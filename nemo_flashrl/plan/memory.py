@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nemo_flashrl.ops.memory import policy_head_memory
+from nemo_flashrl.ops.memory import picked_chunk_tokens, policy_head_memory
 from nemo_flashrl.weights.model_shape import ModelShape
 
 FLOAT = 4
@@ -32,7 +32,7 @@ class Layout:
     recompute: str = "none"  # | "selective" | "full"
     distributed_optimizer: bool = True  # optimizer state spread over data and context ranks
     reference: str = "none"  # | "frozen" | "hard" | "ema": an fp32 copy in host memory
-    head_chunk: int = 512
+    head_chunk: int | None = None  # None: picked
     head_logits_budget: int = 64 * 2**20
     vocab_divisible_by: int = 128
     microbatches: int = 8  # of one optimizer step, per data-parallel rank
@@ -159,13 +159,19 @@ def disk_use(shape: ModelShape, layout: Layout, *, written: int, keep: int, expo
     )
 
 
+def head_chunk_tokens(shape: ModelShape, layout: Layout) -> int:
+    """Tokens whose logits the head holds at a time."""
+    rows = shape.padded_vocab(layout.vocab_divisible_by, layout.tensor) // layout.tensor
+    return layout.head_chunk or picked_chunk_tokens(rows, on_gpu=layout.fused_kernels)
+
+
 def _head(shape: ModelShape, layout: Layout, tokens: int) -> int:
     return policy_head_memory(
         tokens,
         shape.hidden,
         shape.padded_vocab(layout.vocab_divisible_by, layout.tensor),
         tensor_parallel=layout.tensor,
-        chunk_tokens=layout.head_chunk,
+        chunk_tokens=head_chunk_tokens(shape, layout),
         element_bytes=layout.element,
         sequence_parallel=layout.sequence and layout.tensor > 1,
         direct_weight_gradient=layout.gradients == "fp32" or layout.lora_rank > 0,

@@ -31,7 +31,7 @@ CAPACITY = re.compile(r"total capacity of ([\d.]+) GiB")  # in what torch says w
 LESS = 0.9  # of what is counted for a run that did not fit, though the plan says that it does
 DEFAULTS = {
     **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
-    **{"reference": "none", "head_chunk": 512, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
+    **{"reference": "none", "head_chunk": None, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
     **{"ep": 1, "lora_rank": 0, "steps": 100, "save_every": 50, "keep": 2, "exports": 1},
     **{"moments_dtype": "fp32", "gradients_dtype": "fp32", "offload_fraction": 0.0},
     "fp8_param_gather": False,

@@ -52,7 +52,7 @@ def small_overrides(config: RunConfig, group_size: int) -> list[str]:
         "optimizer.gradients_dtype": "fp32",
         "optimizer.offload_fraction": 0.0,
         "optimizer.fp8_param_gather": False,
-        "model.head_chunk_tokens": min(config.model.head_chunk_tokens, 256),
+        "model.head_chunk_tokens": min(config.model.head_chunk_tokens or 256, 256),
         "batching.context_margin": 0.0,
         "batching.max_tokens_per_microbatch": max(context, round(context * ratio)),
         "rollout.engine": "transformers",

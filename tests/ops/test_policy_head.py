@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerator import TORCHES, act_as_accelerator
 from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
-from nemo_flashrl.ops import products as products_module
 from nemo_flashrl.ops.reference import linear_logprob, linear_policy_loss
 
 SIZES = [  # T, H, rows of the weight, true vocabulary, chunk
@@ -237,30 +237,15 @@ def test_half_precision_is_no_worse_than_plain_half_precision(way, entropy, dtyp
             assert relative(ours, true) <= relative(theirs, true)
 
 
-@pytest.fixture
-def wide_products(monkeypatch):
-    """Products of half-precision operands with fp32 output, as an accelerator has them and a CPU has not."""
-
-    def widened(function):
-        def call(*tensors, out_dtype=None, out, **scalars):
-            if out_dtype is None:
-                return function(*tensors, out=out, **scalars)
-            assert all(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors[-2:])
-            return function(*(tensor.to(out_dtype) for tensor in tensors), out=out, **scalars)
-
-        return call
-
-    monkeypatch.setattr(products_module.Products, "has_wide_output", property(lambda self: not self.is_plain))
-    monkeypatch.setattr(products_module.torch, "mm", widened(torch.mm))
-    monkeypatch.setattr(products_module.torch, "addmm", widened(torch.addmm))
-
-
+@pytest.mark.parametrize("apex", [False, True])
+@pytest.mark.parametrize("torch_version", TORCHES)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("way", ["logprob", "single", "recomputed", "held"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
-def test_half_precision_products(wide_products, way, entropy, dtype, bound):
-    # Exponentials are narrowed within the logits' own storage; sums are fp32. The coefficients are small as those of a
-    # mean over a million tokens: fp16 would flush them, and the hidden states they scale, to 0.
+def test_half_precision_products(monkeypatch, way, entropy, dtype, bound, torch_version, apex):
+    # Gradients of logits are narrowed within the logits' own storage; sums are fp32. Coefficients are small, as those
+    # of a mean over a million tokens: fp16 would flush them to 0.
+    act_as_accelerator(monkeypatch, torch_version, apex=apex)
     inputs = problem((193, 64, 640, 515, 48), dtype, 5, 20.0)
     inputs["coefficient"], inputs["entropy_weight"] = inputs["coefficient"] * 1e-6, inputs["entropy_weight"] * 1e-6
     settings = {"entropy": entropy, "vocab_size": 515}
@@ -271,6 +256,38 @@ def test_half_precision_products(wide_products, way, entropy, dtype, bound):
     assert relative(main_grad, right[3]) <= bound
     if dtype == torch.bfloat16:
         assert relative(grad_hidden, right[2]) <= bound
+
+
+def test_a_product_that_older_torches_refuse_is_refused_here(monkeypatch):
+    rows, weight, out = torch.ones(2, 3).bfloat16(), torch.ones(3, 4).bfloat16(), torch.ones(2, 4)
+    for torch_version, refused in (("2.8", True), ("2.9", True), ("2.10", False)):
+        with monkeypatch.context() as patch:
+            act_as_accelerator(patch, torch_version)
+            try:
+                torch.addmm(out, rows, weight, out_dtype=torch.float32, out=out)
+            except RuntimeError as error:
+                assert refused and "self and mat2 must have the same dtype" in str(error)
+            else:
+                assert not refused
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_an_accelerators_way_matches_full_logits(monkeypatch, size, way, entropy):
+    act_as_accelerator(monkeypatch)
+    generator = torch.Generator().manual_seed(size[0])
+    temperatures = 0.5 + torch.rand(size[0], generator=generator, dtype=torch.float64)
+    for temperature, peak in ((0.7, 3.0), (temperatures, 3.0), (1.0, 80.0)):
+        inputs = problem(size, torch.float64, 1, peak)
+        settings = {"entropy": entropy, "vocab_size": size[3], "temperature": temperature}
+        mask = (inputs["coefficient"] != 0) | (torch.rand(size[0], generator=generator) < 0.5)
+        total, logprobs, grad_hidden, grad_weight = run(way, inputs, chunk_tokens=size[4], mask=mask, **settings)
+        right = expected(inputs, **settings)
+        assert ((logprobs - torch.where(mask, right[1], 0)).abs() <= 1e-13 * right[1].abs().clamp(min=1)).all()
+        assert relative(grad_hidden, right[2]) <= 1e-13
+        assert relative(grad_weight, right[3]) <= 1e-13
+        assert not grad_weight[size[3] :].any()
 
 
 @pytest.mark.parametrize("way", WAYS)

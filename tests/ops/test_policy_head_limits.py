@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
-from nemo_flashrl.ops.memory import policy_head_memory
+from nemo_flashrl.ops.chunks import plan_chunks
+from nemo_flashrl.ops.memory import picked_chunk_tokens, policy_head_memory
 
 H, V, CHUNK = 16, 101, 10
 
@@ -121,6 +122,34 @@ def test_the_plan_of_a_large_job():
     ]
     assert peaks == pytest.approx([781.25, 725.25, 402.75, 241.5], abs=0.01)
     assert policy_head_memory(32768, 4096, 128256).naive == pytest.approx(31.3 * 2**30, rel=0.01)
+
+
+def test_a_chunk_is_picked_by_device_and_shape():
+    # 2^28 bytes are 523, 2093 and 4186 tokens of fp32 logits at TP 1, 4, 8. main_grad's 8 V H bytes at 85% of 3.35 TB/s
+    # take as long as 983 tokens' 2 C V H FLOP at 700 TFLOP/s.
+    assert [picked_chunk_tokens(128256 // ranks) for ranks in (1, 4, 8)] == [1024, 2048, 4096]
+    assert pytest.approx(2 * 983 / 700e12, rel=1e-3) == 8 / (0.85 * 3.35e12)
+    assert picked_chunk_tokens(128256, on_gpu=False) == 512
+
+
+def test_a_shard_with_fewer_selected_tokens_is_filled_up_with_others():
+    selected = torch.zeros(12, dtype=torch.bool)
+    selected[[0, 3, 4, 5, 7, 10]] = True
+    first, second = plan_chunks(12, 4, selected, num_shards=2, shard=1)
+    assert first.tokens.tolist() == [0, 3, 7, 10] and first.real is None and first.local.tolist() == [1, 4]
+    assert second.tokens.tolist() == [4, 5, 6, 8] and second.real.tolist() == [True, True, False, False]
+    assert second.local.tolist() == [0, 2]
+    values = torch.arange(12.0)
+    assert second.take(values, 9).tolist() == [4, 5, 9, 9]
+    second.put(values, torch.tensor([40.0, 50.0, float("nan"), 80.0]))
+    assert values.tolist() == [0, 1, 2, 3, 40, 50, 6, 7, 8, 9, 10, 11]
+    rows = torch.full((6, 1), float("nan"))  # tokens 6 to 11
+    assert second.take_rows(rows).tolist() == [[0], [0]]
+    written = torch.zeros(6, 1)
+    written[0] = 6  # by another walk, which had selected it
+    first.put_rows(written, torch.tensor([[7.0], [10.0]]))
+    second.put_rows(written, torch.full((2, 1), float("nan")))
+    assert written[:, 0].tolist() == [6, 7, 0, 0, 10, 0]
 
 
 GOOD = {"hidden": torch.zeros(4, H), "weight": torch.zeros(V, H), "targets": torch.zeros(4, dtype=torch.int64)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerator import act_as_accelerator
 from torch import Tensor
 
 from nemo_flashrl.algorithms.algorithm import TokenBatch
@@ -19,6 +20,13 @@ def tensors(seed: int = 0, tokens: int = T, dtype=torch.float32):
     hidden = torch.randn(tokens, H, generator=generator, dtype=dtype).requires_grad_()
     weight = (0.3 * torch.randn(V, H, generator=generator, dtype=dtype)).requires_grad_()
     return hidden, weight, torch.randint(V, (tokens,), generator=generator)
+
+
+@pytest.fixture(params=["cpu", "accelerator"])
+def device(request, monkeypatch) -> None:
+    """What the head does by the kind of device, on a CPU."""
+    if request.param == "accelerator":
+        act_as_accelerator(monkeypatch)
 
 
 def relative(actual: Tensor, expected: Tensor) -> float:
@@ -48,7 +56,7 @@ def k3(logprobs, old, reference, advantages):
 
 
 @pytest.mark.parametrize("formula", [reinforce, clipped, k1, k2, k3])
-def test_every_token_loss_matches_autograd_in_float64(formula):
+def test_every_token_loss_matches_autograd_in_float64(device, formula):
     hidden, weight, targets = tensors(1)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     logprobs, _ = linear_logprob(*wide, targets, temperature=0.8)
@@ -72,7 +80,7 @@ def test_every_token_loss_matches_autograd_in_float64(formula):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_what_lies_on_masked_rows_reaches_nothing(poison, with_mask):
+def test_what_lies_on_masked_rows_reaches_nothing(device, poison, with_mask):
     hidden, weight, targets = tensors(2)
     keep = torch.rand(T, generator=torch.Generator().manual_seed(5)) < 0.5
     keep[10:20] = False  # a whole chunk
@@ -152,7 +160,7 @@ def test_gate_decides_as_the_plain_loss_on_10000_batches():
 
 @pytest.mark.parametrize("budget", [0, 2**30])
 @pytest.mark.parametrize("given", [False, True])
-def test_flash_reinforce_through_the_head_is_the_plain_loss(budget, given):
+def test_flash_reinforce_through_the_head_is_the_plain_loss(device, budget, given):
     algorithm, rows = FlashReinforce(), 4
     hidden, weight, targets = tensors(4, 40)
     generator = torch.Generator().manual_seed(3)
@@ -189,7 +197,7 @@ def constant_loss(coefficient: float):
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_two_forwards_before_two_backwards(direct):
+def test_two_forwards_before_two_backwards(device, direct):
     # 1F1B: microbatch 2 runs forward before microbatch 1 runs backward.
     parts = [tensors(6), tensors(7)]
     weight = parts[0][1]

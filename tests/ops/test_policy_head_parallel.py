@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
 from nemo_flashrl.ops import tensor_parallel as collectives
+from nemo_flashrl.ops.head import Head
 from nemo_flashrl.ops.reference import linear_logprob
 
 WORLD, H, PAD = 4, 24, 128
@@ -38,12 +39,13 @@ VARIANTS = {
     "sequence parallel": {"sequence_parallel": True},
     "own parts": {"reduce_hidden_gradient": False},
     "masked": {"sequence_parallel": True},  # rows without a coefficient are masked, and hold NaN; many temperatures
+    "masked, accelerator": {"sequence_parallel": True},  # the same where the host may not look at a number
 }
 
 
 def temperature_of(shape: str, variant: str) -> float | Tensor:
     tokens = SHAPES[shape][0]
-    return torch.linspace(0.7, 1.0, tokens).double() if variant == "masked" else 0.8
+    return torch.linspace(0.7, 1.0, tokens).double() if variant.startswith("masked") else 0.8
 
 
 def problem(shape: str, dtype=torch.float64) -> dict[str, Tensor]:
@@ -184,16 +186,18 @@ def worker(rank: int, folder: str) -> None:
     for size, shape, variant, way, (entropy, dtype) in itertools.product(groups, SHAPES, VARIANTS, WAYS, SUMS):
         _, vocab_size, _, chunk, _ = SHAPES[shape]
         inputs, extra = problem(shape, dtype), VARIANTS[variant]
-        if variant == "masked":
+        if variant.startswith("masked"):
             extra = extra | {"mask": inputs["coefficient"] != 0}
             inputs["hidden"][inputs["coefficient"] == 0] = float("nan")
         settings = {"tp_group": groups[size], "vocab_size": vocab_size, "chunk_tokens": chunk}
         settings["temperature"] = temperature_of(shape, variant)
+        Head.may_look = "accelerator" not in variant
         own = shard(inputs, rank % size, size, extra.get("sequence_parallel", False))
         total, logprobs = call(way, *own, inputs, entropy, settings | extra)
         total.backward()
         result = (total.detach(), logprobs.detach(), own[0].grad, own[1].grad)
         results[size, shape, variant, way, entropy, dtype] = result
+    Head.may_look = True
     for entropy in (False, True):
         for sequence_parallel in (False, True):
             results["count", entropy, sequence_parallel] = counted(groups[2], entropy, sequence_parallel)
@@ -231,7 +235,7 @@ def test_ranks_together_are_one_rank(results, shape, variant, size):
     for entropy, dtype in SUMS:
         total, logprobs, grad_hidden, grad_weight = expected(shape, entropy, temperature_of(shape, variant))
         bound = 1e-13 if dtype == torch.float64 else 80 * 2**-22 if shape == "peaked" else 1e-6  # 80: rounded logits
-        if variant == "masked":
+        if variant.startswith("masked"):
             logprobs = torch.where(problem(shape)["coefficient"] != 0, logprobs, 0)
         for way, first in itertools.product(WAYS, range(0, WORLD, size)):
             group = range(first, first + size)

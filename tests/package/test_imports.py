@@ -34,7 +34,7 @@ ALLOWED = {
     },
     "weight_sync": {"torch", "safetensors", "nemo_flashrl.platform", "nemo_flashrl.weight_sync"},
     "algorithms": {"torch", "nemo_flashrl.algorithms", "nemo_flashrl.plugins"},
-    "ops": {"torch", "nemo_flashrl.ops"},
+    "ops": {"torch", "triton", "fused_weight_gradient_mlp_cuda", "nemo_flashrl.ops"},
     "batching": {"numpy", "nemo_flashrl.batching"},
 }
 HARDWARE = "platform"

@@ -170,7 +170,7 @@ def test_bytes_of_a_parameter() -> None:
     assert (quarter.optimizer, quarter.host_optimizer) == (16 * EIGHT_B * 3 // 4, 16 * EIGHT_B // 4)
     # The head cannot sum into bf16: 4 V H beside it in fp32; handing it over, 2 V H take the place of a chunk's logits.
     more = stage_memory(SHAPE, Layout(gradients="bf16"), 0, 32768).head - stage_memory(SHAPE, Layout(), 0, 32768).head
-    logits = 4 * 512 * 128256 + 6 * 512 * 4096
+    logits = 4 * 1024 * 128256 + 6 * 1024 * 4096  # a GPU's chunk at this vocabulary
     assert more == 6 * 128256 * 4096 - logits
     adapters = stage_memory(SHAPE, Layout(gradients="bf16", lora_rank=8), 0, 32768).head
     assert adapters == stage_memory(SHAPE, Layout(lora_rank=8), 0, 32768).head
