@@ -28,11 +28,11 @@ from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 from nemo_flashrl.rehearsal.warm_start import make_warm_start  # noqa: E402
 
 # What the tests of such a folder share takes half a minute or more to make: one worker has all of them.
-SHARE = ("vllm_server", "real_weights")
+SHARE = ("vllm_server", "real_weights", "gpu_shapes")
 # The folders whose tests take longest, mostly in processes of their own. Two workers begin with them: what is left at
 # the end is short, and neither worker has to wait long for the other.
 LONG_FIRST = (
-    *("slurm", "vllm_server", "weights", "real_weights", "rehearsal", "whole_runs"),
+    *("slurm", "vllm_server", "weights", "real_weights", "gpu_shapes", "rehearsal", "whole_runs"),
     *("package", "docs", "engines", "ops"),
 )
 PROCESSES = pytest.StashKey[SessionProcesses]()
