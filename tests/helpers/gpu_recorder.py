@@ -125,6 +125,7 @@ class Recorder:
     def __init__(self, answers: Sequence[Answer] = (), check: Callable[[str, tuple, dict], None] | None = None) -> None:
         self.answers, self.check = answers, check
         self.fusing = False
+        self._fused_flops = 0
         self.current = self.peak = 0  # bytes of storages on the device, as the allocator rounds them
         self.peak_site: Site | None = None
         self.holders: dict[Site, int] = {}  # at the peak, by where the storages came from; with `detailed`
@@ -177,7 +178,7 @@ class Recorder:
         if name == "_local_scalar_dense" and getattr(args[0], "constant", None) is None:
             return self._answered("item", args[0])
         if name == "equal" and on_device:
-            return self._answered("equal", args[0])
+            return _same_place(*args) or self._answered("equal", args[0])
         if name in MASKED:
             args = (args[0], self._without_masks(args), *args[2:])
         elif name in SIZED_BY_VALUES and on_device:
@@ -189,15 +190,18 @@ class Recorder:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collectives[name] += 1
             self.collective_bytes += max(map(covered_bytes, on_device), default=0)
-        elif (outputs or on_device) and name not in QUIET and not func.is_view and not self.fusing:
-            self._launched(name, where, args, kwargs, on_device, outputs)
+        elif self.fusing:
+            self._fused_flops += _flops(name, args)
+        elif (outputs or on_device) and name not in QUIET and not func.is_view:
+            moved = _moved(name, args, kwargs, on_device, outputs)
+            self.events.append(Event(name, where, _flops(name, args), moved))
         if not self.fusing:
             self._hold(outputs, where)
         return out
 
     def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         where, inputs = site(), [t for t in _tensors((args, kwargs)) if t.device.type == "cuda"]
-        self.fusing = True
+        self.fusing, self._fused_flops = True, 0
         try:
             out = function(*args, **kwargs)
         finally:
@@ -205,7 +209,7 @@ class Recorder:
         outputs = [t for t in _tensors(out) if t.device.type == "cuda"]
         self._hold(outputs, where)
         distinct = {id(t): t for t in (*inputs, *outputs)}.values()
-        self.events.append(Event(function.__qualname__, where, 0, sum(map(covered_bytes, distinct))))
+        self.events.append(Event(function.__qualname__, where, self._fused_flops, sum(map(covered_bytes, distinct))))
         return out
 
     def _answered(self, kind: str, tensor: Any) -> Any:
@@ -281,13 +285,6 @@ class Recorder:
             else:
                 self._synced(site(), kind)
 
-    def _launched(self, name: str, where: Site, args: tuple, kwargs: dict, inputs: list, outputs: list) -> None:
-        flops = 0
-        if name in PRODUCTS:
-            left, right = args[:2] if name in ("mm", "bmm") else args[1:3]
-            flops = 2 * left.numel() * right.shape[-1]
-        self.events.append(Event(name, where, flops, _moved(name, args, kwargs, inputs, outputs)))
-
     def _hold(self, outputs: list, where: Site) -> None:
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -322,6 +319,19 @@ def _tensors(tree: Any) -> list:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    """torch says without a look that a tensor is equal to another view of the same numbers."""
+    layouts = [(t.storage_offset(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and layouts[0] == layouts[1]
+
+
+def _flops(name: str, args: tuple) -> int:
+    if name not in PRODUCTS:
+        return 0
+    left, right = args[:2] if name in ("mm", "bmm") else args[1:3]
+    return 2 * left.numel() * right.shape[-1]
 
 
 def _moved(name: str, args: tuple, kwargs: dict, inputs: list, outputs: list) -> int:

@@ -1,0 +1,1 @@
+general_gemm = cast_to_fp8 = None
