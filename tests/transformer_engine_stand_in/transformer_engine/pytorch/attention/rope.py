@@ -39,7 +39,7 @@ class _Rope(torch.autograd.Function):
 def _angles(tensor, freqs, cu_seqlens, cp_size, cp_rank):
     """Of each position of `tensor`; on a GPU the kernel looks them up itself."""
     if tensor.device.type == "cuda":
-        return freqs[:1]
+        return freqs[:1] if cu_seqlens is None else freqs[:1, 0]
     if cu_seqlens is None:
         return freqs[: tensor.shape[0]]
     lengths = ((cu_seqlens[1:] - cu_seqlens[:-1]) // cp_size).tolist()
