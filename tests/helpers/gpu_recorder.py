@@ -312,6 +312,7 @@ class Recorder:
                 self._synced(site(innermost=True), kind)
 
     def _hold(self, outputs: list, where: Site) -> None:
+        where = site(innermost=True) if self.detailed else where
         for tensor in outputs:
             storage = tensor.untyped_storage()
             key = storage._cdata

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -90,6 +91,7 @@ class Rank:
         )
         PolicyModel.trainer = property(lambda _: self.trainer)
         model.configure_model()
+        self.made_in = sorted({str(parameter.dtype) for parameter in model.parameters()})
         plugin = strategy.precision_plugin
         self.pipeline = nl.megatron_parallel.MegatronParallel(
             model, plugin, ddp_config=strategy.ddp_config, convert_module_fn=plugin.convert_module
@@ -158,14 +160,22 @@ class Rank:
 
 
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module.to` and its like: torch swaps fake parameters whole, which those that are watched refuse."""
+    """`Module.to` and its like with new parameters: the device of a fake one stays what it was."""
+    changed: dict[int, Any] = {}
     for part in module.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None:
-                with torch.no_grad():
-                    changed = function(tensor)
-                if (changed.dtype, changed.device) != (tensor.dtype, tensor.device):
-                    tensor.data = changed
+        for name, tensor in part._buffers.items():
+            part._buffers[name] = tensor if tensor is None else function(tensor)
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            with torch.no_grad():
+                data = function(parameter)
+            if (data.dtype, data.device) != (parameter.dtype, parameter.device):
+                new = changed.setdefault(id(parameter), torch.nn.Parameter(data, parameter.requires_grad))
+                new.__dict__.update(
+                    {k: v for k, v in vars(parameter).items() if not k.startswith("_") and "fake" not in k}
+                )
+                part._parameters[name] = new
     return module
 
 
@@ -188,6 +198,10 @@ def _without_values() -> None:
 
 
 def answers(rank: Rank, chunk: int) -> list[Answer]:
+    parallel, batching = rank.config.parallel, rank.config.batching
+    tokens = batching.max_tokens_per_microbatch // parallel.context // (parallel.tensor if parallel.sequence else 1)
+    rows = 1 if batching.layout == "packed" else SEGMENTS
+    shape = itertools.cycle([tokens // rows, rows, rank.hf_config["hidden_size"]])
     return [
         Answer("ops/", "selected.all()", False),
         Answer("nemo_flashrl/", "any()", False),
@@ -196,6 +210,7 @@ def answers(rank: Rank, chunk: int) -> list[Answer]:
         Answer("ops/", "grad_output", lambda _: rank.scale),
         Answer("ops/", "tokens[", 0),
         Answer("algorithms/", "", lambda mask: mask.numel() // 2),
+        Answer("p2p_communication", "tolist()", lambda _: next(shape)),
         Answer("clip_grads", "total_norm.item()", 2.0),
         Answer("rerun_state_machine", "if result_rejected", False),
         Answer("policy_model", "", lambda tensor: rank.known[tensor.dtype]),
@@ -216,10 +231,12 @@ def main(experiment: str, stage: int, layers: int, overrides: list[str] = (), de
         static = recorder.current
         rank.train(step)
         trained = recorder.peak
-        print(recorder.report())
+        if detailed:
+            print(recorder.report(40))
         rank.optimizer.step()
     return {
         "built": built,
+        "made_in": rank.made_in,
         "static": static,
         "trained": trained,
         "peak": recorder.peak,
