@@ -7,6 +7,13 @@ from stand_in_process import StandInProcess
 from tiny import FAMILIES
 
 
+def test_adapters_have_the_gradients_that_they_have_beside_local_layers(stand_in: StandInProcess) -> None:
+    """Two tensor ranks with sequence parallelism: what an adapter sends back through the norm reaches those below."""
+    found = stand_in.run("te_lora", ranks=2)
+    assert found["adapters"] == 2 * 3 * 2
+    assert found["worst"][1] < 1e-4, found["worst"]
+
+
 @pytest.fixture(scope="module")
 def families(stand_in: StandInProcess) -> dict:
     return stand_in.run("te_families")

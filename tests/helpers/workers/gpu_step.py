@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import tempfile
@@ -29,19 +30,24 @@ import nemo.lightning as nl
 from lightning.pytorch.trainer.states import TrainerFn
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as parallel_random
+from megatron.core.transformer.moe import token_dispatcher
 from nemo.lightning._strategy_lib import setup_megatron_optimizer
 
 from nemo_flashrl import algorithms, build, config
 from nemo_flashrl.batching.planner import BatchingSettings
+from nemo_flashrl.callbacks.kl_penalty import KLPenaltyCallback
 from nemo_flashrl.data import LengthBatcher
 from nemo_flashrl.data.context_parallel import length_multiple
 from nemo_flashrl.data.datamodule import Seat, StepSampler, plan_steps
 from nemo_flashrl.data.rank_step import RankStep
+from nemo_flashrl.models import scoring
 from nemo_flashrl.models.policy_model import PolicyModel
+from nemo_flashrl.models.shadow_weights import ShadowWeights
 from nemo_flashrl.plan.fitting import stages
 from nemo_flashrl.plan.page import layout_of, sizes_of
 from nemo_flashrl.records import Batch, Trajectory
 from nemo_flashrl.weights.model_shape import model_shape
+from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 SEGMENTS = 4  # trajectories of a microbatch
 
@@ -57,7 +63,6 @@ class Rank:
         self.config = config.load(experiment, overrides, unneeded=("output", "model.path"))
         self.hf_config = {"rms_norm_eps": 1e-5, **self.config.model.hf_config, "num_hidden_layers": layers}
         parallel = self.config.parallel
-        self.known = {torch.int32: self.config.batching.max_tokens_per_microbatch // SEGMENTS, torch.int64: 2}
         self.algorithm = algorithms.load(self.config.algorithm.name)()
         self.world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
         fake_cuda.make_world(self.world, self.world // parallel.pipeline * stage)
@@ -71,6 +76,9 @@ class Rank:
         )
         self.scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
         _without_values()
+        own = self.config.batching.max_tokens_per_microbatch // parallel.context
+        routed = own // (parallel.tensor if parallel.sequence else 1) * self.hf_config.get("num_experts_per_tok", 1)
+        token_dispatcher.maybe_move_tensor_to_cpu = functools.partial(_evenly, routed)
 
     def build(self) -> None:
         """Model, gradients and optimizer, within a Recorder."""
@@ -159,6 +167,14 @@ class Rank:
         return {**{name: getattr(found, name) for name in found.__slots__}, "device": found.device}
 
 
+def _evenly(rows: int, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """How many rows go to each expert or rank, where Megatron copies the counts to the host beside its work."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+        return tensor
+    shares = np.full(tuple(tensor.shape), rows // tensor.numel())
+    return shares if as_numpy else torch.from_numpy(shares)
+
+
 def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
     """`Module.to` and its like with new parameters: the device of a fake one stays what it was."""
     changed: dict[int, Any] = {}
@@ -213,12 +229,55 @@ def answers(rank: Rank, chunk: int) -> list[Answer]:
         Answer("p2p_communication", "tolist()", lambda _: next(shape)),
         Answer("clip_grads", "total_norm.item()", 2.0),
         Answer("rerun_state_machine", "if result_rejected", False),
-        Answer("policy_model", "", lambda tensor: rank.known[tensor.dtype]),
-        Answer("policy_head", "", lambda tensor: tensor.dtype == torch.bool or 1.0),
+        Answer("models/scoring", "", lambda mask: mask.numel() // 2),
+        Answer("kl_penalty", "", lambda mask: mask.numel() // 2 if mask.dtype == torch.bool else 0.0),
+        Answer("shadow_weights", "tolist()", 1.0),
     ]
 
 
-def main(experiment: str, stage: int, layers: int, overrides: list[str] = (), detailed: bool = False) -> dict:
+def around(rank: Rank, recorder: Recorder, step: RankStep) -> dict[str, list[int]]:
+    """What callbacks do around a step: launches and host syncs of each."""
+    pipeline, module = rank.pipeline, unwrap(rank.model)
+    held = StepSampler().on_megatron_step_start(SimpleNamespace(data=iter([(step,)])))
+    microbatches = list(held.data)
+    shadow = ShadowWeights(module)
+    found: dict[str, list[int]] = {}
+
+    def swap() -> None:
+        with shadow.swapped_in():
+            pass
+
+    def divergence() -> None:
+        penalty = KLPenaltyCallback(SimpleNamespace(value=0.1), place="reward", estimator="k3")
+        microbatch = microbatches[0]
+        microbatch["reference_logprobs"] = torch.empty_like(microbatch["behavior_logprobs"])
+        penalty._rows(microbatch, torch.empty_like(microbatch["behavior_logprobs"]))
+
+    parts = {
+        "score": lambda: scoring.score(pipeline, microbatches[:1], entropies=True),
+        "pass agreement": lambda: scoring.check_passes_agree(pipeline, microbatches[0]),
+        "first states": lambda: scoring.first_states(pipeline, microbatches[:1]),
+        "refit stream": lambda: [None for _ in stream_hf_tensors(module, rank.hf_config["vocab_size"])],
+        "reference follows": lambda: shadow.follow(0.9),
+        "reference swap": swap,
+        "KL in the reward": divergence,
+    }
+    for name, part in parts.items():
+        recorder.restart()
+        before = recorder.current
+        part()
+        found[name] = [recorder.launches, recorder.syncs.total(), recorder.peak - before]
+    return found
+
+
+def main(
+    experiment: str,
+    stage: int,
+    layers: int,
+    overrides: list[str] = (),
+    detailed: bool = False,
+    with_callbacks: bool = False,
+) -> dict:
     rank = Rank(experiment, list(overrides), stage, layers)
     count = max(2, rank.config.parallel.pipeline)
     step = rank.microbatches(count)
@@ -234,14 +293,23 @@ def main(experiment: str, stage: int, layers: int, overrides: list[str] = (), de
         if detailed:
             print(recorder.report(40))
         rank.optimizer.step()
+        syncs = [[where.file, where.text, kind, n] for (where, kind), n in sorted(recorder.syncs.items())]
+        launches, peak, clocks = recorder.launches, recorder.peak, two_clocks(recorder.events)
+        parts = around(rank, recorder, step) if with_callbacks else {}
     return {
         "built": built,
         "made_in": rank.made_in,
         "static": static,
         "trained": trained,
-        "peak": recorder.peak,
+        "peak": peak,
+        "around": parts,
+        "experts": [type(m).__name__ for m in rank.model.modules() if type(m).__name__.endswith("GroupedMLP")],
+        "layers_with_experts": layers if rank.model.config.num_moe_experts else 0,
+        "metadata": rank.trainer.strategy.sharded_state_dict_metadata,
+        "parameters": sum(p.numel() for p in rank.model.parameters()),
         "plan": rank.planned(count),
-        "syncs": [[where.file, where.text, kind, n] for (where, kind), n in sorted(recorder.syncs.items())],
-        "launches": recorder.launches,
-        "clocks": two_clocks(recorder.events),
+        "syncs": syncs,
+        "microbatches": count,
+        "launches": launches,
+        "clocks": clocks,
     }

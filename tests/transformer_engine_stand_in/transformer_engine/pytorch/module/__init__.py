@@ -110,7 +110,9 @@ class LayerNormLinear(Linear):
         name=None,
     ):
         assert normalization == "RMSNorm" and parallel_mode == "column", "all that is stood in for"
-        assert not (return_layernorm_output or zero_centered_gamma)
+        assert not zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output and return_layernorm_output_gathered
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         super().__init__(
             in_features,
@@ -138,6 +140,8 @@ class LayerNormLinear(Linear):
         assert inp.shape[-1] == self.in_features, "GEMM not possible"
         bias = self.bias if self.apply_bias else None
         out = NormedProduct.apply(inp, self.layer_norm_weight, self.weight, bias, self, is_first_microbatch)
+        if self.return_layernorm_output:
+            return (out[0], self.bias, out[1]) if self.return_bias else out
         return (out, self.bias) if self.return_bias else out
 
 

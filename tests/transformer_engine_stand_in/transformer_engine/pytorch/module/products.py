@@ -129,10 +129,14 @@ class NormedProduct(torch.autograd.Function):
             out.add_(bias)
         ctx.save_for_backward(inputs, norm_weight, weight, normed if weight.requires_grad else None, inverse)
         ctx.module, ctx.has_bias, ctx.first, ctx.parameter = module, bias is not None, is_first_microbatch, weight
-        return out.view(-1, *ctx.shape[1:-1], out.shape[-1])
+        out = out.view(-1, *ctx.shape[1:-1], out.shape[-1])
+        if not module.return_layernorm_output:
+            return out
+        returned = whole if module.return_layernorm_output_gathered else normed
+        return out, returned.view(-1, *ctx.shape[1:])
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, of_normed=None):
         inputs, norm_weight, weight, normed, inverse = ctx.saved_tensors
         module, group = ctx.module, ctx.module.tp_group
         grad = grad.reshape(-1, grad.shape[-1]).contiguous()
@@ -148,6 +152,8 @@ class NormedProduct(torch.autograd.Function):
             of_weight = weight_gradient(ctx.parameter, grad, whole, module.fuse_wgrad_accumulation, ctx.first)
         of_bias = grad.sum(0) if ctx.has_bias and ctx.needs_input_grad[3] else None
         del whole, grad
+        if of_normed is not None and not module.return_layernorm_output_gathered:
+            own = own + of_normed.view_as(own)  # 2.5 to 2.16 leave out the gradient of a gathered one
         own, of_norm = normalized_backward(own, inputs, inverse, norm_weight)
         of_norm = of_norm if ctx.needs_input_grad[1] else None
         return own.view(ctx.shape), of_norm, of_weight, of_bias, None, None
@@ -156,6 +162,7 @@ class NormedProduct(torch.autograd.Function):
 class Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, inputs, weight, eps):
+        inputs = inputs.contiguous()
         out, inverse = normalized(inputs, weight, eps)
         ctx.save_for_backward(inputs, inverse, weight)
         return out
