@@ -238,7 +238,9 @@ def build_trainer(config: RunConfig, callbacks: list[Any], folder: RunFolder | N
     plugins: list[Any] = []
     if _dtype(config) == torch.bfloat16:  # what it says of gradients replaces what DDP's own configuration says
         fp8 = FP8 if config.optimizer.fp8_param_gather else {}
-        plugins.append(nl.MegatronMixedPrecision("bf16-mixed", grad_reduce_in_fp32=fp32_gradients, **fp8))
+        # It resets params_dtype, to fp32 where it is told nothing: weights would be made in twice their size.
+        precision = {"params_dtype": torch.bfloat16, "grad_reduce_in_fp32": fp32_gradients}
+        plugins.append(nl.MegatronMixedPrecision("bf16-mixed", **precision, **fp8))
     if "RANK" in os.environ:  # inside a Slurm job Lightning would count Slurm's tasks instead
         plugins.append(TorchElasticEnvironment())
     trainer = nl.Trainer(

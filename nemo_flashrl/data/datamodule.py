@@ -33,6 +33,8 @@ from nemo_flashrl.records import Batch, Trajectory
 from nemo_flashrl.rollout.collector import CollectionStopped
 
 Collect = Callable[[int], Batch]
+# What of a microbatch the host reads as numbers: from the device it would have to wait for them.
+ON_THE_HOST = ("max_seqlen", "num_microbatches", "temperatures", "trajectory")
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,10 @@ class StepSampler(DataSampler):
         """Take one RankStep from the loader and turn it into this step's microbatches."""
         rank_step, *_ = next(step.data)
         device = platform.device()
-        microbatches = [{k: v.to(device) for k, v in m.items()} for m in rank_step.microbatches]
+        microbatches = [
+            {name: value if name in ON_THE_HOST else value.to(device) for name, value in microbatch.items()}
+            for microbatch in rank_step.microbatches
+        ]
         step.data = iter(microbatches)
         step.num_microbatches = len(microbatches)
         step.micro_batch_size, step.seq_length = microbatches[0]["tokens"].shape

@@ -62,7 +62,7 @@ class RankStep:
         torch.distributed.broadcast_object_list(box, src=0, group=platform.object_group())
         advantages, weights, metrics = box[0]
         for microbatch in microbatches:
-            places = microbatch["trajectory"].cpu()
+            places = microbatch["trajectory"]
             for name, values in (("advantages", advantages), ("token_weights", weights)):
                 own = torch.where(places >= 0, values[places.clamp(min=0)], 0)
                 microbatch[name] = own.to(microbatch[name])

@@ -155,6 +155,12 @@ def for_this_platform(config: llm.GPTConfig) -> llm.GPTConfig:
     if not platform.has_gpu():  # Transformer Engine's layers and grouped products need one
         config.transformer_layer_spec = segment_layer_spec
         config.moe_grouped_gemm = config.moe_permute_fusion = False
+    else:
+        # NeMo asks for these in some of its families alone. Without them a GPU multiplies expert by expert, waits for
+        # the host in each layer to rotate packed rows, and keeps five tensors of an MLP's width instead of three.
+        config.moe_grouped_gemm = config.moe_permute_fusion = bool(config.num_moe_experts)
+        config.apply_rope_fusion = config.position_embedding_type != "yarn"
+        config.bias_activation_fusion = config.bias_dropout_fusion = True
     for name, value in platform.model_overrides().items():
         setattr(config, name, value)
     return config

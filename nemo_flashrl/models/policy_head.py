@@ -109,16 +109,12 @@ class PolicyHead(ColumnParallelLinear):
         }
 
     def _temperature(self) -> float | Tensor:
-        """One number where it will do: on a CPU it is then a factor of the product and no pass over the logits.
-
-        A GPU scales each row as it reads it, and to look at the numbers would be to wait for it.
-        """
+        """One number where it will do: on a CPU it is then a factor of the product and no pass over the logits."""
         if self._temperatures is None:
             return self.settings.temperature
-        if self._temperatures.device.type != "cpu":
-            return flat(self._temperatures)
-        lowest, highest = self._temperatures.aminmax()
-        return float(lowest) if lowest == highest else flat(self._temperatures)
+        first = self._temperatures.flatten()[0]
+        is_one = not any(self._temperatures.stride())  # one number, expanded
+        return float(first) if is_one else flat(self._temperatures)
 
     def _policy_loss(self, hidden: Tensor, weight: Tensor, request: PolicyRequest) -> Tensor:
         algorithm, batch = request.algorithm, request.batch
@@ -174,9 +170,17 @@ def _gradient_is_in_main_grad(weight: Tensor, hooks: bool) -> Tensor | None:
 
 
 def temperatures_of(microbatch: dict[str, Tensor]) -> Tensor | None:
-    """What each position's trajectory was sampled at, float64 [R, S]; None where the trajectories do not tell."""
+    """What each position's trajectory was sampled at, float64 [R, S]; None where the trajectories do not tell.
+
+    Where all were sampled at one temperature it is that number, seen from everywhere, and stays on the host.
+    """
     temperatures = microbatch.get("temperatures")
-    return None if temperatures is None else temperatures[microbatch["row_index"]]
+    if temperatures is None:
+        return None
+    rows = microbatch["row_index"]
+    if bool((temperatures == temperatures[0]).all()):
+        return temperatures[0].expand(rows.shape)
+    return temperatures.to(rows.device)[rows]
 
 
 def find_head(module: torch.nn.Module) -> PolicyHead | None:

@@ -153,12 +153,17 @@ def packed_seq_params(batch: dict[str, Tensor]) -> PackedSeqParams | None:
     if "cu_seqlens" not in batch:
         return None
     bounds, longest = batch["cu_seqlens"], int(batch["max_seqlen"])
+    # Transformer Engine asks for the padded bounds under context parallelism. A segment's padding counts as its tokens,
+    # so they are the same; and being one tensor, they are compared without waiting for the device.
+    padded = bounds if parallel_state.get_context_parallel_world_size() > 1 else None
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
     )
 
 

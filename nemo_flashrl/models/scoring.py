@@ -26,7 +26,7 @@ from nemo_flashrl.data.context_parallel import context_share
 from nemo_flashrl.models.policy_head import find_head
 from nemo_flashrl.weight_sync.probe import Probe, probe_token_ids
 
-AGREEMENT_NATS = 1e-3  # same kernels, same weights: only dropout or noise moves the two passes so far apart
+FP32_AGREEMENT = 1e-3  # nats of the worst token: only dropout or noise moves the two passes so far apart
 RANDOM_FIELDS = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 # What a probe may be off, mean nats a token. In fp32 on a CPU 5e-6 was measured between Megatron and transformers, 1e-5
 # to vLLM; GPUs may multiply fp32 in fewer bits. Nothing was measured on one.
@@ -119,22 +119,39 @@ def check_passes_agree(pipeline: MegatronParallel, microbatch: dict[str, Tensor]
         ValueError: on every rank, with both log-probs of the worst token and the fields that make the difference.
     """
     trained, scored = _forward(pipeline, [microbatch], False), score(pipeline, [microbatch])
-    worst = (0.0, 0.0, 0.0)  # distance, in training mode, scored
+    worst, config = (0.0, 0.0, 0.0), pipeline.module.config
     if scored is not None:
-        both = torch.stack([trained[0].logprobs, scored[0].logprobs])[:, microbatch["target_mask"]].double()
-        distance = (both[0] - both[1]).abs().nan_to_num(nan=math.inf)
-        if distance.numel():
-            worst = (float(distance.max()), *both[:, distance.argmax()].tolist())
+        both = torch.stack([trained[0].logprobs, scored[0].logprobs])[:, microbatch["target_mask"]].double().cpu()
+        worst = disagreement(both, next(pipeline.parameters()).dtype, config.num_layers)
     everyone: list[tuple[float, ...]] = [worst] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, worst, group=platform.object_group())
     distance, in_training, without_gradient = max(everyone)
-    if distance > AGREEMENT_NATS:
-        config = pipeline.module.config
+    if distance > 1:
         on = [f"{name}={value}" for name in RANDOM_FIELDS if (value := getattr(config, name, None))]
         raise ValueError(
             f"model configuration {', '.join(on) or '(no dropout)'}: a token's log-prob is {in_training:.6g} in the "
             f"training pass and {without_gradient:.6g} in the no-grad pass; set dropout and jitter to 0"
         )
+
+
+def disagreement(logprobs: Tensor, dtype: torch.dtype, layers: int) -> tuple[float, float, float]:
+    """How far apart two passes over N tokens are, in what is allowed, and both log-probs of the worst token.
+
+    In fp32 the worst token counts. In bf16 one token may be far off: attention on a GPU has a kernel for training and
+    another without, which round in another order. What counts is then the mean over tokens, which may be what it may
+    be between two programs; a dropout of 0.1 moves it by ten times that.
+
+    Args:
+        logprobs: float64 [2, N], in training mode and scored.
+    """
+    distance = (logprobs[0] - logprobs[1]).abs().nan_to_num(nan=math.inf)
+    if not distance.numel():
+        return 0.0, 0.0, 0.0
+    if dtype == torch.bfloat16:
+        share = float(distance.mean()) / probe_tolerance(dtype, layers, logprobs[1].tolist())
+    else:
+        share = float(distance.max()) / FP32_AGREEMENT
+    return (share, *logprobs[:, distance.argmax()].tolist())
 
 
 def first_states(pipeline: MegatronParallel, microbatches: Sequence[dict[str, Tensor]]) -> list[Tensor] | None:

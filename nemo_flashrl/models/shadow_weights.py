@@ -29,7 +29,6 @@ from torch import Tensor
 
 from nemo_flashrl import platform
 
-PIECE = 2**19  # numbers in flight at a time, 12 bytes each at most
 KEY = "reference"  # prefix of the tensors in a checkpoint
 _LOW, _HALF = 0xFFFF, 0x8000  # the 16 bits that bf16 has not, and half of what they count
 
@@ -56,7 +55,8 @@ class ShadowWeights:
     def _pieces(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """(policy, shadow) of one parameter, in flat pieces."""
         policy, shadow = self.parameters[name].data.view(-1), self.values[name].view(-1)
-        return zip(policy.split(PIECE), shadow.split(PIECE), strict=True)
+        piece = platform.copied_numbers()
+        return zip(policy.split(piece), shadow.split(piece), strict=True)
 
     @torch.no_grad()
     def follow(self, beta: float) -> None:

@@ -59,23 +59,28 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one rank; `device` is their peak, in the backward pass or in the optimizer's step."""
+    """Bytes of one rank; `device` is their peak: in the head, in a layer's backward pass or in the optimizer's step."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
+    recomputed: int  # of them: a layer that is whole in its own backward pass alone
+    layer: int  # temporaries of a layer's backward pass
     head: int
     step: int  # temporaries of the optimizer's step
     host_reference: int
     host_optimizer: int
+    host_save: int  # while a checkpoint is written, on the first of the ranks that share an optimizer's state
 
     @property
     def device(self) -> int:
-        return self.weights + self.gradients + self.optimizer + max(self.activations + self.head, self.step)
+        working = self.activations + max(self.layer, self.head - self.recomputed)
+        return self.weights + self.gradients + self.optimizer + max(working, self.step)
 
     @property
     def host(self) -> int:
+        """All the time."""
         return self.host_reference + self.host_optimizer
 
 
@@ -90,6 +95,8 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
       offload  of the host's share nothing; of what stays 4 more beside bf16 gradients, which are widened
     step       8 a trained one with bf16 moments: FusedAdam of Transformer Engine before 2.13 widens all of them
     host       4 a parameter of a reference; 16 an offloaded one: fp32 weight, gradient and moments
+      save     12 a trained one more, all of what the ranks share in fp32, on the first of them; and while it is gathered
+               20, of which 12 for the rank's own share alone
 
     LoRA trains its factors alone. Experts are counted as if each got as many tokens as the others.
     """
@@ -100,7 +107,8 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
     count = dense + experts + adapters
     trained, trained_experts = (adapters, 0) if layout.lora_rank else (dense, experts)
     dense_shares, expert_shares = layout.optimizer_shares if layout.distributed_optimizer else (1, 1)
-    kinds = [_optimizer(n, shares, layout) for n, shares in ((trained, dense_shares), (trained_experts, expert_shares))]
+    shared = ((trained, dense_shares), (trained_experts, expert_shares))
+    kinds = [_optimizer(n, shares, layout) for n, shares in shared]
     optimizer, step, host_optimizer = map(sum, zip(*kinds, strict=True))
     own = -(-tokens // layout.context)
     return StageMemory(
@@ -108,10 +116,15 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
         gradients=(trained + trained_experts) * (2 if layout.gradients == "bf16" else FLOAT),
         optimizer=optimizer,
         activations=stage_activations(shape, layout, stage, own),
+        recomputed=_recomputed(shape, layout, own),
+        layer=_layer_at_work(shape, layout, stage, own),
         head=_head(shape, layout, own) if stage == pipeline - 1 else 0,
         step=step,
         host_reference=0 if layout.reference == "none" else count * FLOAT,
         host_optimizer=host_optimizer,
+        host_save=sum(
+            5 * FLOAT * n + -(-n // shares) * 3 * FLOAT for n, shares in shared if layout.distributed_optimizer
+        ),
     )
 
 
@@ -188,16 +201,48 @@ def stage_activations(shape: ModelShape, layout: Layout, stage: int, tokens: int
     in_flight = min(layout.microbatches, layout.pipeline - stage)
     width = shape.hidden // (layout.tensor if layout.sequence else 1)
     stored = layers * _layer_bytes_per_token(shape, layout)
-    working = 0
     if layout.recompute == "full":
         stored = layers * layout.element * width
-        working = tokens * _layer_bytes_per_token(shape, replace(layout, recompute="none"))
     if stage == 0 and not layout.lora_rank:
         stored += 8  # token ids, for the embedding's gradient
     if stage == layout.pipeline - 1:  # the last norm: its input, its root mean square, and unfused the normalised input
         shards = layout.tensor if layout.sequence else 1
         stored += layout.element * width * (1 if layout.fused_kernels or layout.lora_rank else 2) + FLOAT // shards
-    return in_flight * tokens * stored + working
+    return in_flight * tokens * stored + _recomputed(shape, layout, tokens)
+
+
+def _recomputed(shape: ModelShape, layout: Layout, tokens: int) -> int:
+    whole = replace(layout, recompute="none")
+    return tokens * _layer_bytes_per_token(shape, whole) if layout.recompute == "full" else 0
+
+
+def _layer_at_work(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> int:
+    """The backward pass of the last layer, where its MLP needs most.
+
+        gradient      e H / t'              of the layer's output; with a pipeline also that of the microbatch before
+        MLP, second   e (H + F / t)         gradients of its output, gathered (else no H), and of its input
+          activation  e 2 F / t             of its gate and of its other half, F / t of what was kept being gone
+          first       e (2 H + H / t' - F / t)   gathered input, its gradient, and that summed; all 3 F / t are gone
+        dummies       e of the weights      what autograd is handed for fused weight gradients, one for each shape
+
+    Of experts F is k times as wide, and H the rows that they get, k H / t'. The last norm is gone by then.
+    """
+    e, t = layout.element, layout.tensor
+    shards = t if layout.sequence else 1
+    outer, wide = shape.hidden // shards, shape.ffn // t
+    gathered = shape.hidden if shards > 1 else 0
+    second, first = gathered + wide, gathered + shape.hidden + outer * (shards > 1) - wide
+    if shape.experts:
+        wide, rows = wide * shape.experts_per_token, outer * shape.experts_per_token
+        second, first = rows + wide, 2 * rows - wide
+    width = (2 if layout.pipeline > 1 else 1) * outer + max(second, 2 * wide, first)
+    work = tokens * e * width
+    if stage == layout.pipeline - 1:
+        work -= tokens * (e * outer * (1 if layout.fused_kernels or layout.lora_rank else 2) + FLOAT // shards)
+    if layout.lora_rank or not layout.fused_kernels:
+        return work
+    one_expert = 3 * shape.ffn * shape.hidden // (t if layout.expert == 1 else 1) if shape.experts else 0
+    return work + e * (shape.layer_parameters(t) + one_expert)
 
 
 def _layer_bytes_per_token(shape: ModelShape, layout: Layout) -> int:
@@ -225,7 +270,9 @@ def _layer_bytes_per_token(shape: ModelShape, layout: Layout) -> int:
         if shape.qk_norm and shape.groups > t:  # queries are copied out from between several groups' keys and values
             attention += e * shape.query // t
     if layout.recompute == "selective":
-        attention -= FLOAT * shape.heads // t + (0 if layout.fused_kernels else e * shape.query // t)
+        # Fused, the values are kept where they are, inside the whole projection, and not copied out.
+        attention += e * (shape.query + shape.key) // t if layout.fused_kernels else -e * shape.query // t
+        attention -= FLOAT * shape.heads // t
     stored = norms + attention + _mlp_bytes_per_token(shape, layout, shards)
     return stored + (_lora_bytes_per_token(shape, layout, shards) if layout.lora_rank else 0)
 

@@ -199,12 +199,15 @@ def _count(number: int) -> str:
 
 
 def _memory_table(memory: list[StageMemory]) -> list[str]:
-    names = ("weights", "gradients", "optimizer", "activations", "head")
+    names = ("weights", "gradients", "optimizer", "activations", "layer", "head")
     lines = ["  GiB per rank" + "".join(f"{name:>13}" for name in (*names, "peak", "on the host"))]
     for stage, held in enumerate(memory):
         values = [*(getattr(held, name) for name in names), held.device, held.host]
         lines.append(f"  stage {stage:<6}" + "".join(f"{value / GIB:>13.2f}" for value in values))
-    if any(held.step > held.activations + held.head for held in memory):
+    if saving := max(held.host_save for held in memory):
+        first = "more of host memory on the first of the ranks that share an optimizer's state"
+        lines.append(f"  while a checkpoint is written: {saving / GIB:.2f} GiB {first}")
+    if any(held.step > held.activations + max(held.layer, held.head - held.recomputed) for held in memory):
         steps = ", ".join(f"{held.step / GIB:.2f}" for held in memory)
         lines.append(f"  the peak is in the optimizer's step, which widens bf16 moments: {steps} GiB, no activations")
     return lines

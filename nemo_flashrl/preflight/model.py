@@ -24,6 +24,7 @@ from nemo_flashrl.weight_sync.hf_config import (
 )
 
 FUSED_ADAM = (2, 3)  # the Transformer Engine from which its FusedAdam takes bf16 moments
+PACKED_FP32 = (2, 11)  # the Transformer Engine whose unfused attention, the one that takes fp32, takes packed rows
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them is enough
 NEEDED = (  # of every family's config.json
     "model_type",
@@ -65,6 +66,21 @@ def check_parallel(config: RunConfig, world_size: int) -> int:
             "or more tokens"
         )
     return world_size // model_ranks
+
+
+def check_attention(config: RunConfig) -> None:
+    """Refuse what Transformer Engine has no attention kernel for on this machine's GPU: some of fp32."""
+    if config.model.precision != "fp32" or not platform.has_gpu():
+        return
+    layout, context = config.batching.layout, config.parallel.context
+    if context > 1:
+        raise ValueError(f"parallel.context={context}: needs model.precision=bf16 on a GPU, not fp32; or set 1")
+    if layout == "packed" and platform.transformer_engine() < PACKED_FP32:
+        found = ".".join(map(str, platform.transformer_engine())) or "none"
+        raise ValueError(
+            f"batching.layout={layout}: in fp32 it needs Transformer Engine {'.'.join(map(str, PACKED_FP32))} or newer "
+            f"on a GPU, and {found} is installed; set model.precision=bf16, or padded"
+        )
 
 
 def check_optimizer(config: RunConfig, *, here: bool) -> None:

@@ -26,6 +26,7 @@ from nemo_flashrl.metrics.novelty import Novelty
 from nemo_flashrl.plugins import load_function
 from nemo_flashrl.preflight.environment import check_environment
 from nemo_flashrl.preflight.model import (
+    check_attention,
     check_optimizer,
     check_parallel,
     load_tokenizer,
@@ -71,6 +72,7 @@ def prepare(config: RunConfig, world_size: int) -> Parts:
         check_wandb(config.trainer.wandb_project)
     data_parallel = check_parallel(config, world_size)
     check_optimizer(config, here=True)
+    check_attention(config)
     _check_servers(config)
     hf_config = read_model(config, world_size)
     warn_of_noise(config, hf_config)

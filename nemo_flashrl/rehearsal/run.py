@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_flashrl import platform
 from nemo_flashrl.config import RunConfig, load, quoted
 from nemo_flashrl.launch.processes import run_training
 from nemo_flashrl.preflight.prepare import Parts, prepare
@@ -53,6 +54,7 @@ def rehearse(rehearsal: Rehearsal) -> Summary:
     output = rehearsal.output
     if output.exists():
         raise ValueError(f"--output {str(output)!r} exists: a rehearsal never overwrites; choose another or remove it")
+    platform.hide_gpus()  # in fp32 packed rows may have no attention kernel there
     overrides = _overrides(rehearsal)
     load("rehearsal", overrides)  # a misspelt key is refused before the warm start is trained
     started = time.perf_counter()

@@ -74,7 +74,12 @@ def _with_adapter(layer: torch.nn.Module, name: str, settings: LoraSettings) -> 
 def _attributes(layer: torch.nn.Module) -> tuple[bool, int, int, bool, bool]:
     """As NeMo 2.7's function, which without Transformer Engine takes a None for a class and raises TypeError."""
     if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-        return get_adapter_attributes_from_linear(layer)
+        is_parallel, inputs, outputs, no_gather, base_is_parallel = get_adapter_attributes_from_linear(layer)
+        if getattr(layer, "return_layernorm_output_gathered", False):
+            # Its backward pass leaves out the gradient of a norm's output that it returns gathered (Transformer Engine
+            # 2.5 to 2.16, module/layernorm_linear.py): the adapter gathers what is returned as it is.
+            layer.return_layernorm_output_gathered = no_gather = False
+        return is_parallel, inputs, outputs, no_gather, base_is_parallel
     is_row = isinstance(layer, RowParallelLinear)
     return is_row, layer.input_size, layer.output_size, not layer.config.sequence_parallel, True
 

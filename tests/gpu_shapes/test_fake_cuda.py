@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fake_gpu import FakeGpu
 from gpu_recorder import Event, Site, two_clocks
+from stand_in_process import StandInProcess
 
 MIB = 2**20
 
 
-def test_counters(fake_gpu: FakeGpu) -> None:
+def test_counters(fake_gpu: StandInProcess) -> None:
     found = fake_gpu.run("gpu_counters")
     # The weight's 2 MiB, read once, its square's 2, and 4 in fp32.
     assert found["peak"] == 8 * MIB

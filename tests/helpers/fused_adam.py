@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 import torch
+from gpu_recorder import one_kernel
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -18,18 +19,21 @@ class FusedAdam(torch.optim.Optimizer):
         betas=(0.9, 0.999),
         eps=1e-8,
         weight_decay=0.0,
+        amsgrad=False,
         *,
         bias_correction=True,
         adam_w_mode=True,
+        capturable=False,
         master_weights=False,
         master_weight_dtype=torch.float32,
         exp_avg_dtype=torch.float32,
         exp_avg_sq_dtype=torch.float32,
         use_decoupled_grad=False,
         store_param_remainders=False,
+        set_grad_none=None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        assert bias_correction and adam_w_mode and not store_param_remainders
+        assert bias_correction and adam_w_mode and not (store_param_remainders or amsgrad or capturable)
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
 
@@ -60,24 +64,37 @@ class FusedAdam(torch.optim.Optimizer):
                     self.set_scaled_state(p, name, value.float())
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None, grad_scaler=None):
+        """State that is not fp32 is widened, all of it, until the step is over."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
+            updated = [p for p in group["params"] if self._gradient(p) is not None]
+            for p in updated:
                 if not self.state[p]:
                     self.initialize_state(p)
-                g = (p.decoupled_grad if self.use_decoupled_grad else p.grad).float()
-                m = self.get_unscaled_state(p, "exp_avg").lerp_(g, 1 - beta1)
-                v = self.get_unscaled_state(p, "exp_avg_sq").mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            moments = [[self.get_unscaled_state(p, name) for name in ("exp_avg", "exp_avg_sq")] for p in updated]
+            for p, (m, v) in zip(updated, moments, strict=True):
                 master = self.state[p]["master_param"] if self.master_weights else p
-                root = (v / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
-                master.mul_(1 - group["lr"] * group["weight_decay"])
-                master.addcdiv_(m / (1 - beta1 ** group["step"]), root, value=-group["lr"])
+                _update(master, self._gradient(p), m, v, group)
                 self.set_scaled_state(p, "exp_avg", m)
                 self.set_scaled_state(p, "exp_avg_sq", v)
                 if self.master_weights:
                     p.copy_(master)
+
+    def _gradient(self, p):
+        return p.decoupled_grad if self.use_decoupled_grad else p.grad
+
+
+@one_kernel
+def _update(p, grad, m, v, group):
+    """AdamW of one parameter and its two moments, in place."""
+    beta1, beta2 = group["betas"]
+    grad = grad.float()
+    m.lerp_(grad, 1 - beta1)
+    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = (v / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+    p.mul_(1 - group["lr"] * group["weight_decay"])
+    p.addcdiv_(m / (1 - beta1 ** group["step"]), root, value=-group["lr"])
 
 
 def install_fused_adam() -> None:

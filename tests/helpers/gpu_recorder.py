@@ -30,14 +30,17 @@ class Site(NamedTuple):
         return f"{self.file}:{self.line}: {self.text}"
 
 
-def site() -> Site:
+def site(*, innermost: bool = False) -> Site:
+    """The line behind what happens now; `innermost`: of the product, Megatron, NeMo or a test, whichever asked."""
     frame, outside = sys._getframe(1), None
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/nemo_flashrl/" in name:
-            return _site(f"nemo_flashrl/{name.rsplit('/nemo_flashrl/', 1)[1]}", name, frame.f_lineno)
         if outside is None and any(p in name for p in OUTSIDE):
             outside = (re.sub(r".*/(site-packages|tests|helpers)/", "", name), name, frame.f_lineno)
+            if innermost:
+                break
+        if "/nemo_flashrl/" in name:
+            return _site(f"nemo_flashrl/{name.rsplit('/nemo_flashrl/', 1)[1]}", name, frame.f_lineno)
         frame = frame.f_back
     return _site(*outside) if outside else Site("?", 0, "?")
 
@@ -98,6 +101,12 @@ def _modes() -> tuple[type, type]:
     return FakeTensorMode, FakeTensor
 
 
+def _no_modes() -> Any:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def _recorder_class() -> type:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,7 +122,7 @@ def _recorder_class() -> type:
 
 
 class Recorder:
-    """Counts what happens within it; tensors made within are fake.
+    """Counts what happens within it. Tensors made within are fake, those of the host from numbers or outside are not.
 
     Args:
         answers: what host syncs find; the first that fits. A sync without one is an AssertionError that names its line.
@@ -125,6 +134,7 @@ class Recorder:
     def __init__(self, answers: Sequence[Answer] = (), check: Callable[[str, tuple, dict], None] | None = None) -> None:
         self.answers, self.check = answers, check
         self.fusing = False
+        self._fused_flops = 0
         self.current = self.peak = 0  # bytes of storages on the device, as the allocator rounds them
         self.peak_site: Site | None = None
         self.holders: dict[Site, int] = {}  # at the peak, by where the storages came from; with `detailed`
@@ -146,7 +156,7 @@ class Recorder:
         self._stack = contextlib.ExitStack()
         import torch
 
-        self._stack.enter_context(_modes()[0](allow_non_fake_inputs=False))
+        self._mode = self._stack.enter_context(_modes()[0]())
         # The backward pass in this thread: modes belong to one.
         self._stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         self._stack.enter_context(_recorder_class()(self))
@@ -169,16 +179,27 @@ class Recorder:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         inputs = _tensors((args, kwargs))
+        real = [t for t in inputs if not isinstance(t, _modes()[1])]
+        if real and len(real) == len(inputs) and not _to_device(kwargs):
+            with _no_modes():  # tensors of the host that came from outside, or from numbers
+                return func(*args, **kwargs)
+        if real:
+            args, kwargs = self._all_fake((args, kwargs))
+            inputs = _tensors((args, kwargs))
         on_device = [t for t in inputs if t.device.type == "cuda"]
-        for tensor in on_device:
-            tensor.constant = None  # values stay on the device
+        for tensor in inputs:
+            tensor.constant = None  # what a copy to the device would take along
         if self.check is not None and func.namespace == "aten":
             self.check(f"{name}.{func._overloadname}", args, kwargs)
-        if name == "_local_scalar_dense" and getattr(args[0], "constant", None) is None:
+        if name == "_local_scalar_dense":
             return self._answered("item", args[0])
         if name == "equal" and on_device:
-            return self._answered("equal", args[0])
-        if name in MASKED:
+            return _same_place(*args) or self._answered("equal", args[0])
+        if name in ("index_put", "index_put_") and _is_fill(args):
+            name, func = "masked_fill_", _aten().masked_fill_.Scalar
+            mask = args[1][0]
+            args = (args[0], mask.reshape(*mask.shape, *[1] * (args[0].dim() - mask.dim())), 0)
+        elif name in MASKED:
             args = (args[0], self._without_masks(args), *args[2:])
         elif name in SIZED_BY_VALUES and on_device:
             return self._sized(name, args)
@@ -189,15 +210,18 @@ class Recorder:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collectives[name] += 1
             self.collective_bytes += max(map(covered_bytes, on_device), default=0)
-        elif (outputs or on_device) and name not in QUIET and not func.is_view and not self.fusing:
-            self._launched(name, where, args, kwargs, on_device, outputs)
+        elif self.fusing:
+            self._fused_flops += _flops(name, args)
+        elif (outputs or on_device) and name not in QUIET and not func.is_view:
+            moved = _moved(name, args, kwargs, on_device, outputs)
+            self.events.append(Event(name, where, _flops(name, args), moved))
         if not self.fusing:
             self._hold(outputs, where)
         return out
 
     def fused(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         where, inputs = site(), [t for t in _tensors((args, kwargs)) if t.device.type == "cuda"]
-        self.fusing = True
+        self.fusing, self._fused_flops = True, 0
         try:
             out = function(*args, **kwargs)
         finally:
@@ -205,11 +229,17 @@ class Recorder:
         outputs = [t for t in _tensors(out) if t.device.type == "cuda"]
         self._hold(outputs, where)
         distinct = {id(t): t for t in (*inputs, *outputs)}.values()
-        self.events.append(Event(function.__qualname__, where, 0, sum(map(covered_bytes, distinct))))
+        self.events.append(Event(function.__qualname__, where, self._fused_flops, sum(map(covered_bytes, distinct))))
         return out
 
+    def _all_fake(self, tree: Any) -> Any:
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        return tree_map_only(torch.Tensor, self._mode.from_tensor, tree)
+
     def _answered(self, kind: str, tensor: Any) -> Any:
-        where = site()
+        where = site(innermost=True)
         if tensor.device.type == "cuda":
             self._synced(where, kind)
         return self._answer(where, kind, tensor)
@@ -234,7 +264,7 @@ class Recorder:
     def _sized(self, name: str, args: tuple) -> Any:
         import torch
 
-        where = site()
+        where = site(innermost=True)
         self._synced(where, name)
         rows = self._answer(where, name, args[0])
         self.events.append(Event(name, where, 0, covered_bytes(args[0])))
@@ -251,10 +281,10 @@ class Recorder:
         for index in args[1]:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 if index is not None and index.dim() and index.device.type == "cpu" and args[0].device.type == "cuda":
-                    self._synced(site(), "to device")
+                    self._synced(site(innermost=True), "to device")
                 indices.append(index)
                 continue
-            where = site()
+            where = site(innermost=True)
             if index.device.type == "cuda":
                 self._synced(where, "mask")
                 self.events += [Event("nonzero", where, 0, covered_bytes(index))] * 2
@@ -277,18 +307,12 @@ class Recorder:
         if source != target:
             kind = "to device" if target == "cuda" else "to host"
             if later:
-                self.late_copies[site(), kind] += 1
+                self.late_copies[site(innermost=True), kind] += 1
             else:
-                self._synced(site(), kind)
-
-    def _launched(self, name: str, where: Site, args: tuple, kwargs: dict, inputs: list, outputs: list) -> None:
-        flops = 0
-        if name in PRODUCTS:
-            left, right = args[:2] if name in ("mm", "bmm") else args[1:3]
-            flops = 2 * left.numel() * right.shape[-1]
-        self.events.append(Event(name, where, flops, _moved(name, args, kwargs, inputs, outputs)))
+                self._synced(site(innermost=True), kind)
 
     def _hold(self, outputs: list, where: Site) -> None:
+        where = site(innermost=True) if self.detailed else where
         for tensor in outputs:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -322,6 +346,37 @@ def _tensors(tree: Any) -> list:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _to_device(kwargs: dict) -> bool:
+    return str(kwargs.get("device")).startswith("cuda")
+
+
+def _aten() -> Any:
+    import torch
+
+    return torch.ops.aten
+
+
+def _is_fill(args: tuple) -> bool:
+    """`tensor[mask] = number`, which torch makes a masked fill of."""
+    import torch
+
+    masked = len(args[1]) == 1 and args[1][0].dtype == torch.bool
+    return masked and args[2].numel() == 1 and args[2].device.type == "cpu"
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    """torch says without a look that a tensor is equal to another view of the same numbers."""
+    layouts = [(t.storage_offset(), t.dtype, t.shape, t.stride()) for t in (one, other)]
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata and layouts[0] == layouts[1]
+
+
+def _flops(name: str, args: tuple) -> int:
+    if name not in PRODUCTS:
+        return 0
+    left, right = args[:2] if name in ("mm", "bmm") else args[1:3]
+    return 2 * left.numel() * right.shape[-1]
 
 
 def _moved(name: str, args: tuple, kwargs: dict, inputs: list, outputs: list) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from dataclasses import replace
@@ -13,7 +14,7 @@ from processes import run_ranks
 from tiny import random_trajectories, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_flashrl.models.scoring import probe_tolerance
+from nemo_flashrl.models.scoring import disagreement, probe_tolerance
 from nemo_flashrl.weight_sync.probe import Probe, probe_token_ids
 
 VOCAB_SIZE = 131  # padded to 256 rows
@@ -72,6 +73,31 @@ def test_dropout_is_refused_before_the_first_update(case) -> None:
         r"training pass and -\d+\.\d+ in the no-grad pass; set dropout and jitter to 0"
     )
     assert all(re.fullmatch(message, (out.parent / f"refusal{rank}").read_text()) for rank in range(2))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_two_attention_kernels_agree_in_bf16_and_dropout_does_not(tmp_path: Path, family: str) -> None:
+    """One token is off by far more than the bound of fp32."""
+    folder = write_model(tmp_path, family, dtype=torch.bfloat16, attention_dropout=0.1)
+    token_ids = torch.randint(0, 515, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=kernel)
+        for kernel in ("sdpa", "eager", "eager")
+    ]
+    torch.manual_seed(0)
+    one, other, noisy = (
+        torch.tensor(logprobs_of(model.train(model is models[2]), model.lm_head.weight, token_ids)).double()
+        for model in models
+    )
+    assert (one - other).abs().max() > 10e-3
+    share, in_training, without = disagreement(torch.stack([other, one]), torch.bfloat16, 2)
+    assert 0.05 < share < 0.8
+    assert abs(in_training - without) == (one - other).abs().max()
+    assert disagreement(torch.stack([noisy, one]), torch.bfloat16, 2)[0] > 5
+    apart = torch.tensor([[-2.0, -3.0], [-2.0, -3.002]], dtype=torch.float64)
+    assert disagreement(apart, torch.float32, 2) == (pytest.approx(2), -3.0, -3.002)
+    assert disagreement(apart[:, :0], torch.bfloat16, 2)[0] == 0
+    assert disagreement(torch.full((2, 1), math.nan).double(), torch.bfloat16, 2)[0] == math.inf
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -1,0 +1,1 @@
+from . import recipe as recipe

@@ -1,0 +1,1 @@
+parallel_cross_entropy = None

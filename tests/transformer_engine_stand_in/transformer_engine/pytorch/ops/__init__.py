@@ -1,0 +1,7 @@
+import torch
+
+
+class FusibleOperation(torch.nn.Module): ...
+
+
+class Sequential(torch.nn.Sequential): ...

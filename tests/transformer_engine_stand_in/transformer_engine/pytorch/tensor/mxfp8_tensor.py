@@ -1,0 +1,4 @@
+from . import QuantizedTensor
+
+
+class MXFP8Tensor(QuantizedTensor): ...
