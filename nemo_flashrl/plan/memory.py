@@ -95,8 +95,8 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
       offload  of the host's share nothing; of what stays 4 more beside bf16 gradients, which are widened
     step       8 a trained one with bf16 moments: FusedAdam of Transformer Engine before 2.13 widens all of them
     host       4 a parameter of a reference; 16 an offloaded one: fp32 weight, gradient and moments
-      save     12 a trained one more, all of what the ranks share in fp32, on the first of them; and while it is gathered
-               20, of which 12 for the rank's own share alone
+      save     12 a trained one more, all of what the ranks share in fp32, on the first of them; and while it is
+               gathered 20, of which 12 for the rank's own share alone
 
     LoRA trains its factors alone. Experts are counted as if each got as many tokens as the others.
     """
