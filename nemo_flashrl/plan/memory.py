@@ -95,8 +95,8 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
       offload  of the host's share nothing; of what stays 4 more beside bf16 gradients, which are widened
     step       8 a trained one with bf16 moments: FusedAdam of Transformer Engine before 2.13 widens all of them
     host       4 a parameter of a reference; 16 an offloaded one: fp32 weight, gradient and moments
-      save     12 a trained one more, all of what the ranks share in fp32, on the first of them; and while it is
-               gathered 20, of which 12 for the rank's own share alone
+      save     12 a trained one more, the ranks' state in fp32, on the first of them; and while it is gathered 20, of
+               which 12 for the rank's own share alone
 
     LoRA trains its factors alone. Experts are counted as if each got as many tokens as the others.
     """
@@ -225,7 +225,8 @@ def _layer_at_work(shape: ModelShape, layout: Layout, stage: int, tokens: int) -
           first       e (2 H + H / t' - F / t)   gathered input, its gradient, and that summed; all 3 F / t are gone
         dummies       e of the weights      what autograd is handed for fused weight gradients, one for each shape
 
-    Of experts F is k times as wide, and H the rows that they get, k H / t'. The last norm is gone by then.
+    Of experts F is k times as wide, and H the rows that they get, k H / t'; spread ones hold these four times in the
+    forward pass: sent, received, and both again in the order of the experts. The last norm is gone by then.
     """
     e, t = layout.element, layout.tensor
     shards = t if layout.sequence else 1
@@ -234,7 +235,7 @@ def _layer_at_work(shape: ModelShape, layout: Layout, stage: int, tokens: int) -
     second, first = gathered + wide, gathered + shape.hidden + outer * (shards > 1) - wide
     if shape.experts:
         wide, rows = wide * shape.experts_per_token, outer * shape.experts_per_token
-        second, first = rows + wide, 2 * rows - wide
+        second, first = max(rows + wide, 4 * rows * (layout.expert > 1)), 2 * rows - wide
     width = (2 if layout.pipeline > 1 else 1) * outer + max(second, 2 * wide, first)
     work = tokens * e * width
     if stage == layout.pipeline - 1:

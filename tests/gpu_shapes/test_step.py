@@ -28,7 +28,12 @@ CASES = {  # experiment, pipeline stage, layers, overrides
         "llama3_8b_32k",
         0,
         2,
-        ["model=mixtral_8x7b", "model.context_length=8192", "batching.max_tokens_per_microbatch=8192"],
+        [
+            "model=mixtral_8x7b",
+            "model.context_length=8192",
+            "batching.max_tokens_per_microbatch=8192",
+            "model.head_chunk_tokens=4096",
+        ],
     ),
     "qwen3 experts": ("llama3_8b_32k", 0, 2, ["model=qwen3_30b_a3b", "parallel.expert=8", "model.recompute=none"]),
 }
