@@ -148,7 +148,8 @@ def disagreement(logprobs: Tensor, dtype: torch.dtype, layers: int) -> tuple[flo
     if not distance.numel():
         return 0.0, 0.0, 0.0
     if dtype == torch.bfloat16:
-        share = float(distance.mean()) / probe_tolerance(dtype, layers, logprobs[1].tolist())
+        allowed = BF16_MARGIN * _units(layers) * _unit(float(logprobs[1].std(correction=0).nan_to_num(0.0)))
+        share = float(distance.mean()) / allowed
     else:
         share = float(distance.max()) / FP32_AGREEMENT
     return (share, *logprobs[:, distance.argmax()].tolist())
@@ -226,14 +227,18 @@ def probe_tolerance(dtype: torch.dtype, layers: int, logprobs: Sequence[float], 
     """Mean nats a token by which a sampler with the same weights may be off."""
     if dtype != torch.bfloat16:
         return FP32_TOLERANCE_ON_GPU if platform.has_gpu() else FP32_TOLERANCE
-    units = 2 + 0.7 * math.sqrt(layers)
+    units = _units(layers)
     if first is not None and first.largest is not None:
-        units = min(units, max(1.0, first.largest / _unit(first.logprobs)))
-    return BF16_MARGIN * units * _unit(logprobs)
+        units = min(units, max(1.0, first.largest / _unit(statistics.pstdev(first.logprobs))))
+    return BF16_MARGIN * units * _unit(statistics.pstdev(logprobs))
 
 
-def _unit(logprobs: Sequence[float]) -> float:
-    return BF16_ROUNDING * max(statistics.pstdev(logprobs), SMALLEST_SPREAD)
+def _units(layers: int) -> float:
+    return 2 + 0.7 * math.sqrt(layers)
+
+
+def _unit(spread: float) -> float:
+    return BF16_ROUNDING * max(spread, SMALLEST_SPREAD)
 
 
 @contextlib.contextmanager

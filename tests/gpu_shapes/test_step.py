@@ -43,6 +43,7 @@ BUDGET = {
     ("megatron/core/optimizer/clip_grads.py", "total_norm.item()"): (1, 0),
     ("megatron/core/rerun_state_machine.py", "if result_rejected"): (4, 0),  # one for each kind of gradient buffer
     ("megatron/core/pipeline_parallel/p2p_communication.py", "shape_tensor.tolist()"): (0, 2),
+    ("megatron/core/pipeline_parallel/p2p_communication.py", "shape_tensor = torch.tensor("): (0, 2),
     ("nemo_flashrl/data/datamodule.py", "value.to(device)"): (0, 12),  # before the first of them runs
     ("nemo_flashrl/algorithms/algorithm.py", "self.advantages[self.row[tokens]]"): (0, 1),
     ("nemo_flashrl/algorithms/flash_reinforce.py", "batch.row[batch.action_mask]"): (0, 1),
