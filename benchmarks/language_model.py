@@ -1,7 +1,7 @@
 """FlashREINFORCE beside GRPO on a language model, rollouts from a real vLLM server: runs, tables, learning curves.
 
     python benchmarks/language_model.py run  --runs runs/results --model runs/demo/model
-    python benchmarks/language_model.py run  --runs runs/results --model runs/demo/model --tasks longer --seeds 0
+    python benchmarks/language_model.py run  --runs runs/results --model runs/demo/model --precision fp32 short-sync-0
     python benchmarks/language_model.py keep --runs runs/results --kept docs/results
     python benchmarks/language_model.py show --kept docs/results --picture docs/images/language_model.svg
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import shutil
 import sys
@@ -24,28 +23,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rehearsal_compare import SIZE, Curves, Row, panel, table, turns_waited
+from rehearsal_compare import SIZE, Curves, Row, padding_of_one_row_each, panel, table, turns_waited
 
 from nemo_flashrl.ablation.picture import document
+from nemo_flashrl.launch.parent import end_with_parent
 from nemo_flashrl.run.jsonl import append_json_line, read_json_lines
 from nemo_flashrl.run.record import RunRecord, read_run
 
 CONFIG = Path(__file__).parents[1] / "examples/demo/demo.yaml"
 ALGORITHMS = {"flash_reinforce": "FlashREINFORCE", "grpo": "GRPO, G=8"}
-TASKS: dict[str, Sequence[str]] = {  # over demo.yaml
-    "demo": (),
-    "longer": (
-        "environment.settings.operations=6",
-        "rollout.max_turns=6",
-        "rollout.batch_size=32",
-        "model.context_length=256",
-    ),
+LONGER = "environment.settings.operations=6 rollout.max_turns=6 rollout.batch_size=32 model.context_length=256"
+TASKS = {  # over demo.yaml and SHARED
+    "demo": "",
+    "demo_1e5": "optimizer.learning_rate=1.0e-5",  # as demo.yaml has it
+    "longer": f"{LONGER} trainer.steps=8 evaluation.every_steps=4 evaluation.tasks=64",
+    "short": "trainer.steps=3 evaluation.every_steps=0",  # for the log-probs of both sides
 }
+SERVED = ("rollout.batch_size=32", "model.context_length=256")  # what the largest task needs of a server
+PAIRS = [f"demo-{mode}-{seed}" for seed in (0, 1, 2) for mode in ("sync", "async")]
 SHARED = (
     "rollout.engine=vllm",
     "checkpoint.every_steps=0",
+    "batching.max_tokens_per_microbatch=1024",  # two or three microbatches: memory for two trainers and two servers
     "trainer.log_trajectories=0",
+    "optimizer.learning_rate=3.0e-5",  # demo.yaml's 1e-5 is lost in bf16's rounding of most weights
     "evaluation.every_steps=5",
+    "evaluation.tasks=128",
     "evaluation.settings={seed:1}",  # training has seed 0
 )
 LAST = 3  # updates, of whose trajectories success at equal wall time is the mean
@@ -54,23 +57,25 @@ COLUMNS = ("step", "group", "turns", "tokens", "action_tokens", "reward", "advan
 
 
 async def run(options: argparse.Namespace) -> None:
-    """The same servers for all runs of a task, whose trainers bring them their weights."""
+    """The same servers for all runs, whose trainers bring them their weights."""
     from rollouts_server import serving
 
-    for task in options.tasks:
-        fixed = [*SHARED, *TASKS[task], f"model.path={options.model.resolve()}", f"model.precision={options.precision}"]
-        fixed += [f"evaluation.tasks={options.held_out}", *options.override]
-        root = options.runs / f"{task}-{options.precision}"
+    fixed = [*SHARED, f"model.path={options.model.resolve()}", f"model.precision={options.precision}"]
+    pairs = [pair.split("-") for pair in options.pairs]  # task, mode, seed
+    roots = {task: options.runs / f"{task}-{options.precision}" for task, _, _ in pairs}
+    for root in roots.values():
         root.mkdir(parents=True, exist_ok=True)
-        async with AsyncExitStack() as stack:
-            logs = [root / f"server-{name}.log" for name in ALGORITHMS]
-            urls = [await stack.enter_async_context(serving(CONFIG, log, *fixed)) for log in logs]
-            await play_before(root / BEFORE, options.seeds, fixed, urls[0])
-            for seed in options.seeds:
-                for mode in options.modes:
-                    pair = zip(ALGORITHMS, urls, strict=True)
-                    runs = [trained(root / mode / name / f"seed{seed}", name, url, fixed) for name, url in pair]
-                    await asyncio.gather(*runs)
+    async with AsyncExitStack() as stack:
+        logs = [options.runs / f"server-{name}.log" for name in ALGORITHMS]
+        servers = [serving(CONFIG, log, *fixed, *SERVED) for log in logs]
+        urls = await asyncio.gather(*map(stack.enter_async_context, servers))
+        for task, root in roots.items():
+            seeds = sorted({int(seed) for own, _, seed in pairs if own == task})
+            await play_before(root / BEFORE, seeds, [*fixed, *TASKS[task].split()], urls[0])
+        for task, mode, seed in pairs:
+            pair = zip(ALGORITHMS, urls, strict=True)
+            folders = [(roots[task] / mode / name / f"seed{seed}", name, url) for name, url in pair]
+            await asyncio.gather(*(trained(*own, [*fixed, *TASKS[task].split()]) for own in folders))
 
 
 async def play_before(file: Path, seeds: Sequence[int], fixed: Sequence[str], url: str) -> None:
@@ -86,12 +91,12 @@ async def play_before(file: Path, seeds: Sequence[int], fixed: Sequence[str], ur
     known = {row["seed"] for row in read_json_lines(file)} if file.exists() else set()
     for seed in (seed for seed in seeds if seed not in known):
         config = load(str(CONFIG), [*fixed, f"trainer.seed={seed}", "output=none"])
-        environment, tokenizer = (
-            environments.load(config.environment.name),
-            AutoTokenizer.from_pretrained(config.model.path),
-        )
+        if not config.evaluation.every_steps:
+            continue
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         engine = VLLMEngine([url], len(tokenizer))
-        success = success_rate(await held_out(config, environment, tokenizer)(engine))
+        play = held_out(config, environments.load(config.environment.name), tokenizer)
+        success = success_rate(await play(engine))
         await engine.close()
         append_json_line(file, {"seed": seed, "success": success, "tasks": config.evaluation.tasks})
         print(file.parent.name, f"seed {seed}: held-out success {success:.3f} before training", flush=True)
@@ -115,18 +120,13 @@ async def trained(folder: Path, algorithm: str, url: str, fixed: Sequence[str]) 
     ]
     with folder.with_suffix(".log").open("w") as log:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log, env=environment)
-        try:
-            code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
+        streams: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "preexec_fn": end_with_parent}
+        process = await asyncio.create_subprocess_exec(*command, **streams)
+        code = await process.wait()
     if code:
         raise SystemExit(f"{folder} failed:\n{folder.with_suffix('.log').read_text()[-4000:]}")
     done = read_run(folder)
-    success = done.column("evaluation_success")[-1]
-    print(*folder.parts[-4:], f"held out {success:.3f}, {clock(done)[-1]:.0f} s", flush=True)
+    print(*folder.parts[-4:], f"held out {evaluated(-1)(done):.3f}, {clock(done)[-1]:.0f} s", flush=True)
 
 
 def keep(options: argparse.Namespace) -> None:
@@ -136,12 +136,11 @@ def keep(options: argparse.Namespace) -> None:
         shutil.copy(file, options.kept / file.parent.name)
     for exported in sorted(options.runs.glob("*/*/*/*/checkpoint")):
         folder = options.kept / exported.parent.relative_to(options.runs)
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         shutil.copy(exported.parent / "metrics.jsonl", folder)
-        rows = [
-            {name: row[name] for name in COLUMNS} for row in read_json_lines(exported.parent / "trajectories.jsonl")
-        ]
-        (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for row in read_json_lines(exported.parent / "trajectories.jsonl"):
+            append_json_line(folder / "trajectories.jsonl", {name: row[name] for name in COLUMNS})
 
 
 def clock(run: RunRecord) -> np.ndarray:
@@ -155,25 +154,22 @@ def success_by(run: RunRecord, seconds: float) -> float:
 
 
 def batch_size(run: RunRecord) -> float:
-    return float(sum(1 for _ in read_json_lines(run.trajectories)) / len(run.steps))
+    return sum(1 for _ in read_json_lines(run.trajectories)) / len(run.steps)
 
 
-def tokens_per_second(run: RunRecord, name: str) -> float:
+def tokens_per_second(name: str) -> Callable[[RunRecord], float]:
     """`name`: a metric of tokens a trajectory."""
-    return float(batch_size(run) * run.column(name).sum() / clock(run)[-1])
+    return lambda run: float(batch_size(run) * run.column(name).sum() / clock(run)[-1])
 
 
-def padding_of_one_row_each(run: RunRecord) -> float:
-    """Share of padding if a batch were one microbatch with a row as long as its longest trajectory for each."""
-    lengths: dict[int, list[int]] = {}
-    for row in read_json_lines(run.trajectories):
-        lengths.setdefault(row["step"], []).append(row["tokens"])
-    return 1 - sum(map(sum, lengths.values())) / sum(len(own) * max(own) for own in lengths.values())
+def evaluated(place: int) -> Callable[[RunRecord], float]:
+    """Success of an evaluation, in their order; NaN without any."""
 
+    def of(run: RunRecord) -> float:
+        success = run.column("evaluation_success")
+        return float((success[np.isfinite(success)] if run.has("evaluation_success") else success)[place])
 
-def held_out(place: int) -> Callable[[RunRecord], float]:
-    """Of the evaluations, in their order."""
-    return lambda run: float(run.column("evaluation_success")[np.isfinite(run.column("evaluation_success"))][place])
+    return of
 
 
 def mean(name: str) -> Callable[[RunRecord], float]:
@@ -181,27 +177,28 @@ def mean(name: str) -> Callable[[RunRecord], float]:
     return lambda run: float(np.nanmean(run.column(name))) if run.has(name) else np.nan
 
 
+def largest(name: str) -> Callable[[RunRecord], float]:
+    return lambda run: float(run.column(name).max())
+
+
 ROWS: dict[str, tuple[str, Callable[[RunRecord], float]]] = {  # title -> (format, of a run)
-    "held-out success, first evaluation": (".3f", held_out(0)),
-    "held-out success after the last update": (".3f", held_out(-1)),
+    "held-out success, first evaluation": (".3f", evaluated(0)),
+    "held-out success after the last update": (".3f", evaluated(-1)),
     "success in training, mean of all updates": (".3f", mean("success")),
     "trajectories with an advantage, share": (".3f", lambda run: mean("effective_samples")(run) / batch_size(run)),
     "groups of equal rewards, share": (".3f", mean("tied_groups")),
     "gate acceptance": (".3f", mean("gate_acceptance")),
     "staleness, versions, mean": (".2f", mean("staleness_mean")),
-    "staleness, versions, largest": (".1f", lambda run: float(run.column("staleness_max").max())),
+    "staleness, versions, largest": (".1f", largest("staleness_max")),
     "log-prob, trainer - sampler, nats, mean": (".2e", mean("logprob_difference")),
-    "log-prob, trainer - sampler, nats, largest": (
-        ".2e",
-        lambda run: float(run.column("logprob_difference_max").max()),
-    ),
+    "log-prob, trainer - sampler, nats, largest": (".2e", largest("logprob_difference_max")),
     "gradient norm, mean": (".2f", mean("grad_norm")),
     "seconds an update": (".1f", lambda run: float(clock(run)[-1] / len(run.steps))),
     "seconds the trainer waits for a batch": (".1f", mean("rollout_seconds")),
     "seconds of forward, backward, optimizer": (".1f", mean("train_seconds")),
     "seconds of a weight sync": (".1f", mean("refit_seconds")),
-    "tokens/s, sampled": (".1f", lambda run: tokens_per_second(run, "response_tokens")),
-    "tokens/s, trained, prompts included": (".1f", lambda run: tokens_per_second(run, "trajectory_tokens")),
+    "tokens/s, sampled": (".1f", tokens_per_second("response_tokens")),
+    "tokens/s, trained, prompts included": (".1f", tokens_per_second("trajectory_tokens")),
     "turns an episode": (".2f", mean("turns")),
     "tokens a trajectory": (".0f", mean("trajectory_tokens")),
     "seconds a finished trajectory waits for its group": (".1f", mean("group_wait_seconds")),
@@ -210,8 +207,7 @@ ROWS: dict[str, tuple[str, Callable[[RunRecord], float]]] = {  # title -> (forma
     "seconds a rollout slot is idle, an update": (".1f", mean("rollout_idle_seconds")),
     "padding, packed": (".3f", mean("padding_share")),
     "padding, had a batch one row each": (".3f", padding_of_one_row_each),
-    "microbatches": (".1f", mean("microbatches")),
-    "peak memory of the trainer, GiB": (".2f", lambda run: float(run.column("memory_peak_gib").max())),
+    "peak memory of the trainer, GiB": (".2f", largest("memory_peak_gib")),
 }
 
 
@@ -228,15 +224,29 @@ def at_equal_time(sides: Sequence[Sequence[RunRecord]]) -> Iterator[Row]:
     yield "seconds of the whole run / the quicker's", ".2f", ratios
 
 
-def by_update(runs: Sequence[RunRecord]) -> Curves:
+def by_evaluation(runs: Sequence[RunRecord], before: Sequence[float]) -> Curves:
+    """Held-out success, from that before training on."""
+    success = np.array([run.column("evaluation_success") for run in runs])
+    done = np.isfinite(success[0])
+    return np.append(0, runs[0].column("step")[done]), np.column_stack([before, success[:, done]])
+
+
+def by_update(runs: Sequence[RunRecord], _: Sequence[float]) -> Curves:
     return runs[0].column("step"), np.array([run.column("success") for run in runs])
 
 
-def by_second(runs: Sequence[RunRecord]) -> Curves:
+def by_second(runs: Sequence[RunRecord], _: Sequence[float]) -> Curves:
     """Linear between the ends of updates, as far as the shortest run goes."""
     times = [clock(run) for run in runs]
     grid = np.linspace(max(own[0] for own in times), min(own[-1] for own in times), 50)
     return grid, np.array([np.interp(grid, own, run.column("success")) for own, run in zip(times, runs, strict=True)])
+
+
+PANELS = (
+    ("held-out success", by_evaluation, "update"),
+    ("success in training", by_update, "update"),
+    ("success in training", by_second, "seconds"),
+)
 
 
 def pairs(mode: Path) -> tuple[list[str], list[list[RunRecord]]]:
@@ -247,26 +257,27 @@ def pairs(mode: Path) -> tuple[list[str], list[list[RunRecord]]]:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Print the tables; write the picture, one row of panels for each task and mode with several seeds."""
+    """Print the tables; write the picture, a row of panels for each task and mode that was evaluated."""
     names, parts, drawn = list(ALGORITHMS.values()), [], 0
-    for root in sorted(path for path in options.kept.iterdir() if path.is_dir()):
-        for row in read_json_lines(root / BEFORE):
-            before = f"{row['success']:.3f} of {row['tasks']} held-out tasks before training"
-            print(f"{root.name}, seed {row['seed']}: {before}")
-        for mode in sorted((path for path in root.iterdir() if path.is_dir()), reverse=True):
-            seeds, sides = pairs(mode)
-            if not seeds:
-                continue
-            print(f"\n### {root.name}, {mode.name}: {', '.join(seeds)}\n")
-            rows = [(title, form, [[of(run) for run in side] for side in sides]) for title, (form, of) in ROWS.items()]
-            print(table([*rows, *at_equal_time(sides)], names), "\n")
-            for place, (curves, axis) in enumerate(((by_update, "update"), (by_second, "seconds"))):
-                title = f"{root.name}, {mode.name}: success in training, {len(seeds)} seeds"
+    for mode in sorted(path for path in options.kept.glob("*/*") if path.is_dir()):
+        seeds, sides = pairs(mode)
+        if not seeds:
+            continue
+        title, known = f"{mode.parent.name}, {mode.name}", mode.parent / BEFORE
+        print(f"\n### {title}: {', '.join(seeds)}\n")
+        rows = [(title, form, [[of(run) for run in side] for side in sides]) for title, (form, of) in ROWS.items()]
+        if known.exists():
+            started = {f"seed{row['seed']}": row["success"] for row in read_json_lines(known)}
+            before = [started[seed] for seed in seeds]
+            rows.insert(0, ("held-out success before training", ".3f", [before, before]))
+            for place, (what, curves, axis) in enumerate(PANELS):
                 parts.append(f'<g transform="translate({place * SIZE[0]} {drawn * SIZE[1]})">')
-                parts += [*panel([curves(side) for side in sides], names, title, axis), "</g>"]
+                shown = [curves(side, before) for side in sides]
+                parts += [*panel(shown, names, f"{title}: {what}, {len(seeds)} seed(s)", axis), "</g>"]
             drawn += 1
+        print(table([*rows, *at_equal_time(sides)], names))
     options.picture.parent.mkdir(parents=True, exist_ok=True)
-    options.picture.write_text(document(parts, 2 * SIZE[0], drawn * SIZE[1]))
+    options.picture.write_text(document(parts, len(PANELS) * SIZE[0], drawn * SIZE[1]))
 
 
 def main() -> None:
@@ -276,20 +287,13 @@ def main() -> None:
     for command in (running, keeping):
         command.add_argument("--runs", type=Path, required=True)
     running.add_argument("--model", type=Path, required=True)
-    running.add_argument("--tasks", nargs="+", choices=TASKS, default=["demo"])
-    running.add_argument("--modes", nargs="+", choices=["sync", "async", "in_flight"], default=["sync", "async"])
-    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     running.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    running.add_argument("--held-out", type=int, default=200, help="tasks of an evaluation")
-    running.add_argument("--override", nargs="*", default=[], help="of the configuration, for both algorithms")
+    running.add_argument("pairs", nargs="*", default=[*PAIRS, "longer-sync-0"], metavar="TASK-MODE-SEED")
     for command in (keeping, showing):
         command.add_argument("--kept", type=Path, required=True)
     showing.add_argument("--picture", type=Path, required=True)
     options: Any = parser.parse_args()
-    if options.command == "run":
-        asyncio.run(run(options))
-    else:
-        {"keep": keep, "show": show}[options.command](options)
+    {"run": lambda own: asyncio.run(run(own)), "keep": keep, "show": show}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,14 @@ def turns_waited(run: RunRecord, key: str) -> float:
     return float(np.mean([longest[row["step"], row[key]] - row["turns"] for row in rows]))
 
 
+def padding_of_one_row_each(run: RunRecord) -> float:
+    """Share of padding if a batch were one microbatch with a row as long as its longest trajectory for each."""
+    lengths: dict[int, list[int]] = {}
+    for row in read_json_lines(run.trajectories):
+        lengths.setdefault(row["step"], []).append(row["tokens"])
+    return 1 - sum(map(sum, lengths.values())) / sum(len(own) * max(own) for own in lengths.values())
+
+
 def mean_of(name: str) -> Callable[[RunRecord, Mapping[str, Any]], float]:
     return lambda run, _: float(np.nanmean(run.column(name))) if run.has(name) else 0.0
 
