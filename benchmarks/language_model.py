@@ -36,7 +36,7 @@ LONGER = "environment.settings.operations=6 rollout.max_turns=6 rollout.batch_si
 TASKS = {  # over demo.yaml and SHARED
     "demo": "",
     "demo_1e5": "optimizer.learning_rate=1.0e-5",  # as demo.yaml has it
-    "longer": f"{LONGER} trainer.steps=8 evaluation.every_steps=4 evaluation.tasks=64",
+    "longer": f"{LONGER} trainer.steps=4 evaluation.every_steps=4 evaluation.tasks=64",
     "short": "trainer.steps=3 evaluation.every_steps=0",  # for the log-probs of both sides
 }
 SERVED = ("rollout.batch_size=32", "model.context_length=256")  # what the largest task needs of a server
@@ -204,7 +204,7 @@ ROWS: dict[str, tuple[str, Callable[[RunRecord], float]]] = {  # title -> (forma
     "seconds a finished trajectory waits for its group": (".1f", mean("group_wait_seconds")),
     "turns that siblings wait for their slowest": (".2f", lambda run: turns_waited(run, "group")),
     "turns that the batch waits for its slowest": (".2f", lambda run: turns_waited(run, "step")),
-    "seconds a rollout slot is idle, an update": (".1f", mean("rollout_idle_seconds")),
+    "seconds a rollout slot is idle, an update, evaluations included": (".1f", mean("rollout_idle_seconds")),
     "padding, packed": (".3f", mean("padding_share")),
     "padding, had a batch one row each": (".3f", padding_of_one_row_each),
     "peak memory of the trainer, GiB": (".2f", largest("memory_peak_gib")),
@@ -273,7 +273,7 @@ def show(options: argparse.Namespace) -> None:
             for place, (what, curves, axis) in enumerate(PANELS):
                 parts.append(f'<g transform="translate({place * SIZE[0]} {drawn * SIZE[1]})">')
                 shown = [curves(side, before) for side in sides]
-                parts += [*panel(shown, names, f"{title}: {what}, {len(seeds)} seed(s)", axis), "</g>"]
+                parts += [*panel(shown, names, f"{title}, seeds: {len(seeds)}; {what}", axis), "</g>"]
             drawn += 1
         print(table([*rows, *at_equal_time(sides)], names))
     options.picture.parent.mkdir(parents=True, exist_ok=True)

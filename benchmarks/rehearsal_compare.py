@@ -110,7 +110,7 @@ def panel(curves: Sequence[Curves], names: Sequence[str], title: str, axis: str)
     for share in (0, 0.25, 0.5, 0.75, 1):
         y, x = TOP + (1 - share) * HEIGHT, LEFT + share * WIDTH
         parts += [line(LEFT, y, LEFT + WIDTH, y, "#e0e0e0"), text(LEFT - 6, y + 4, f"{share:g}", anchor="end")]
-        parts.append(text(x, TOP + HEIGHT + 18, f"{share * last:.0f}", anchor="middle"))
+        parts.append(text(x, TOP + HEIGHT + 18, f"{share * last:.3g}", anchor="middle"))
     parts.append(text(LEFT + WIDTH / 2 + 40, TOP + HEIGHT + 18, axis))
     for number, ((x, values), name, colour) in enumerate(zip(curves, names, COLOURS, strict=True)):
         around = points(np.concatenate([x, x[::-1]]), np.concatenate([values.max(0), values.min(0)[::-1]]))

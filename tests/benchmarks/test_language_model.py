@@ -39,7 +39,7 @@ def test_runs_are_cut_where_the_quicker_one_ends(tmp_path: Path) -> None:
     assert trajectories == [[8], [4]]
     assert success == [[pytest.approx(2 / 3)], [pytest.approx(0.375)]]
     assert ratio == [[1], [2]]
-    grid, values = language_model.by_second([quick, slow])
+    grid, values = language_model.by_second([quick, slow], [])
     assert (grid[0], grid[-1]) == (4, 8)
     assert values[:, 0].tolist() == [0.5, 0.25] and values[:, -1].tolist() == [1, 0.5]
 

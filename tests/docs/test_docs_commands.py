@@ -61,6 +61,7 @@ ELSEWHERE = {  # command -> why it is not run here, and the file of the test tha
         "tests/launch/test_nemo_launcher.py",
     ),
     r"OMP_NUM_THREADS=\d python benchmarks/": ("measures for minutes what its page holds", "docs/benchmarks.md"),
+    r"python benchmarks/language_model.py": ("hours, and a model", "tests/benchmarks/test_language_model.py"),
     r"python examples/": ("NeMo's import, and a comparison in float64", "tests/docs/test_examples.py"),
     r"nemo flashrl": ("NeMo-Run's own experiment", "tests/package/test_recipes.py"),
 }
