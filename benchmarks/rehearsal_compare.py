@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,11 @@ from nemo_flashrl.run.record import RunRecord, read_run
 LEARNT = 0.9  # success whose first update is counted
 SMOOTHED = 5  # updates, of the curves and of LEARNT
 WIDTH, HEIGHT, LEFT, TOP = 640, 300, 50, 50  # pixels of the plot and its margins
+SIZE = LEFT + WIDTH + 30, TOP + HEIGHT + 30
 COLOURS = ("#1f4e79", "#c25e00")
+
+Row = tuple[str, str, Sequence[Sequence[float]]]  # title, format, of each side a number a seed
+Curves = tuple[np.ndarray, np.ndarray]  # x [points], values [seeds, points]
 
 
 def success(run: RunRecord) -> np.ndarray:
@@ -46,6 +50,14 @@ def turns_waited(run: RunRecord, key: str) -> float:
         place = row["step"], row[key]
         longest[place] = max(longest.get(place, 0), row["turns"])
     return float(np.mean([longest[row["step"], row[key]] - row["turns"] for row in rows]))
+
+
+def padding_of_one_row_each(run: RunRecord) -> float:
+    """Share of padding if a batch were one microbatch with a row as long as its longest trajectory for each."""
+    lengths: dict[int, list[int]] = {}
+    for row in read_json_lines(run.trajectories):
+        lengths.setdefault(row["step"], []).append(row["tokens"])
+    return 1 - sum(map(sum, lengths.values())) / sum(len(own) * max(own) for own in lengths.values())
 
 
 def mean_of(name: str) -> Callable[[RunRecord, Mapping[str, Any]], float]:
@@ -71,47 +83,46 @@ ROWS: dict[str, tuple[str, Callable[[RunRecord, Mapping[str, Any]], float]]] = {
 
 
 def shown(values: Interval, form: str) -> str:
+    """Of a single value there is no interval, and of NaN nothing to show."""
+    if not np.isfinite(values.low):
+        return "-" if np.isnan(values.mean) else f"{values.mean:{form}}"
     return f"{values.mean:{form}} [{values.low:{form}}, {values.high:{form}}]"
 
 
-def table(sides: list[dict[str, Path]], names: list[str]) -> str:
+def table(rows: Iterable[Row], names: Sequence[str]) -> str:
     """Means with 95% intervals over seeds, and of the differences seed by seed."""
     lines = [f"| | {names[0]} | {names[1]} | difference |", "| --- | --- | --- | --- |"]
-    for title, (form, of) in ROWS.items():
-        numbers = [
-            [of(read_run(folder), json.loads((folder / "summary.json").read_text())) for folder in side.values()]
-            for side in sides
-        ]
-        differences = np.subtract(*numbers)
-        told = [t_interval(values) for values in (*numbers, differences)]
-        lines.append(" | ".join([f"| {title}", *(shown(values, form) for values in told)]) + " |")
+    for title, form, numbers in rows:
+        told = [shown(t_interval(values), form) for values in (*numbers, np.subtract(*numbers))]
+        lines.append(f"| {title} | {' | '.join(told)} |")
     return "\n".join(lines)
 
 
-def picture(sides: list[dict[str, Path]], names: list[str]) -> str:
-    """The mean over seeds as a line, from the lowest to the highest seed as a band."""
-    curves = [np.array([success(read_run(folder)) for folder in side.values()]) for side in sides]
-    updates = np.arange(SMOOTHED, SMOOTHED + curves[0].shape[1])
-    last = updates[-1]
+def panel(curves: Sequence[Curves], names: Sequence[str], title: str, axis: str) -> list[str]:
+    """The mean over seeds as a line, from the lowest to the highest seed as a band; elements of an SVG."""
+    last = max(x[-1] for x, _ in curves)
 
-    def points(values: np.ndarray, numbers: np.ndarray) -> str:
-        x, y = LEFT + numbers / last * WIDTH, TOP + (1 - values) * HEIGHT
-        return " ".join(f"{a:.0f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    def points(x: np.ndarray, values: np.ndarray) -> str:
+        places = LEFT + x / last * WIDTH, TOP + (1 - values) * HEIGHT
+        return " ".join(f"{a:.0f},{b:.1f}" for a, b in zip(*places, strict=True))
 
-    title = f"Success, mean of {SMOOTHED} updates: over {len(sides[0])} seeds the mean, the lowest, the highest"
     parts = [text(LEFT, 20, title, size=15, weight="bold")]
     for share in (0, 0.25, 0.5, 0.75, 1):
         y, x = TOP + (1 - share) * HEIGHT, LEFT + share * WIDTH
         parts += [line(LEFT, y, LEFT + WIDTH, y, "#e0e0e0"), text(LEFT - 6, y + 4, f"{share:g}", anchor="end")]
-        parts.append(text(x, TOP + HEIGHT + 18, f"{share * last:.0f}", anchor="middle"))
-    parts.append(text(LEFT + WIDTH / 2 + 40, TOP + HEIGHT + 18, "update"))
-    for number, (curve, name, colour) in enumerate(zip(curves, names, COLOURS, strict=True)):
-        around = points(np.concatenate([curve.max(0), curve.min(0)[::-1]]), np.concatenate([updates, updates[::-1]]))
+        parts.append(text(x, TOP + HEIGHT + 18, f"{share * last:.3g}", anchor="middle"))
+    parts.append(text(LEFT + WIDTH / 2 + 40, TOP + HEIGHT + 18, axis))
+    for number, ((x, values), name, colour) in enumerate(zip(curves, names, COLOURS, strict=True)):
+        around = points(np.concatenate([x, x[::-1]]), np.concatenate([values.max(0), values.min(0)[::-1]]))
         parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.15"/>')
-        mean = points(curve.mean(0), updates)
-        parts.append(f'<polyline points="{mean}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<polyline points="{points(x, values.mean(0))}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(text(LEFT + 170 * number, 38, f"— {name}", weight="bold", fill=colour))
-    return document(parts, LEFT + WIDTH + 30, TOP + HEIGHT + 30)
+    return parts
+
+
+def smoothed_curves(folders: Iterable[Path]) -> Curves:
+    values = np.array([success(read_run(folder)) for folder in folders])
+    return np.arange(SMOOTHED, SMOOTHED + values.shape[1]), values
 
 
 def main() -> None:
@@ -123,9 +134,13 @@ def main() -> None:
     sides = [{path.parent.name: path.parent for path in sorted(root.glob("*/summary.json"))} for root in options.runs]
     both = sorted(sides[0].keys() & sides[1].keys())
     sides = [{seed: side[seed] for seed in both} for side in sides]
-    print(table(sides, options.names))
+    runs = [[(read_run(f), json.loads((f / "summary.json").read_text())) for f in side.values()] for side in sides]
+    rows = ((title, form, [[of(*run) for run in side] for side in runs]) for title, (form, of) in ROWS.items())
+    print(table(rows, options.names))
+    curves = [smoothed_curves(side.values()) for side in sides]
+    title = f"Success, mean of {SMOOTHED} updates: over {len(both)} seeds the mean, the lowest, the highest"
     options.picture.parent.mkdir(parents=True, exist_ok=True)
-    options.picture.write_text(picture(sides, options.names))
+    options.picture.write_text(document(panel(curves, options.names, title, "update"), *SIZE))
 
 
 if __name__ == "__main__":

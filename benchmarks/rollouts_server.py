@@ -76,15 +76,13 @@ def write_model(folder: Path, vocab_size: int, sizes: dict[str, int]) -> Path:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[str]:
-    """The URL of a server over `folder`/model."""
+async def serving(config: Path, log: Path, *overrides: str) -> AsyncIterator[str]:
+    """The URL of a server over the model of `config`; what it says goes to `log`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    (folder / "serve.yaml").write_text(CONFIG.format(folder=folder))
-    log = folder / "server.log"
     python = ROOT / os.environ.get("ROLLOUT_VENV", ".venv-rollout") / "bin" / "python"
-    command = [python, "-m", "nemo_flashrl.cli", "serve-rollout", folder / "serve.yaml", "--port", str(port)]
+    command = [python, "-m", "nemo_flashrl.cli", "serve-rollout", config, *overrides, "--port", str(port)]
     with log.open("w") as file:
         server = subprocess.Popen([*command, "--follow", str(os.getpid())], stdout=file, stderr=subprocess.STDOUT)
     try:
@@ -96,6 +94,12 @@ async def serving(folder: Path) -> AsyncIterator[str]:
     finally:
         server.terminate()
         server.wait()
+
+
+def configured(folder: Path) -> tuple[Path, Path]:
+    """A configuration over `folder`/model, and where its server logs."""
+    (folder / "serve.yaml").write_text(CONFIG.format(folder=folder))
+    return folder / "serve.yaml", folder / "server.log"
 
 
 class Question:
@@ -128,7 +132,7 @@ async def overhead(folder: Path, rounds: int) -> None:
     tokenizer = make_tokenizer()
     write_model(folder, len(tokenizer), SMALL)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
-    async with serving(folder) as url, aiohttp.ClientSession(connector=connector) as session:
+    async with serving(*configured(folder)) as url, aiohttp.ClientSession(connector=connector) as session:
         engine = VLLMEngine([url], len(tokenizer))
         gc.collect()
         gc.freeze()  # as train.py does, for all three alike
@@ -219,7 +223,7 @@ async def refit(folder: Path, rounds: int) -> None:
     model = AutoModelForCausalLM.from_pretrained(write_model(folder, vocab_size, LARGE)).requires_grad_(False)
     sizes = sorted(t.numel() * t.element_size() for t in model.state_dict().values())
     ids = probe_token_ids(vocab_size)
-    async with serving(folder) as url:
+    async with serving(*configured(folder)) as url:
         engine = VLLMEngine([url], vocab_size)
         await engine.generate([1], Sampling(max_tokens=1))
         seconds, extra = [], []

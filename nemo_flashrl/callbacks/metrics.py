@@ -129,10 +129,11 @@ class RLMetricsCallback(pl.Callback):
     def _times(self, step: RankStep) -> dict[str, float]:
         seconds = time.perf_counter() - self._step_started
         tokens = sum(len(t.token_ids) for t in step.batch.trajectories)
+        others = step.metrics["rollout_seconds"] + self.refit.seconds + step.metrics.get("evaluating_seconds", 0.0)
         return {
             "step_seconds": seconds,
             "refit_seconds": self.refit.seconds,
-            "train_seconds": seconds - step.metrics["rollout_seconds"] - self.refit.seconds,
+            "train_seconds": seconds - others,
             "tokens_per_second": tokens / seconds,
         }
 

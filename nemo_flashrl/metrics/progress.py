@@ -22,7 +22,12 @@ RECENT_STEPS = 20  # that the ETA is estimated from
 FRAMEWORKS = ("nemo", "nemo_logger", "megatron", "lightning", "torch")  # whose notices are for the log
 LOGS = "logs"  # folder of a run: rank-N.log, every start after the one before
 START, END = "--- started: ", "--- ended: "
-PHASES = {"rollout_seconds": "rollouts", "train_seconds": "training", "refit_seconds": "weight sync"}
+PHASES = {
+    "rollout_seconds": "rollouts",
+    "train_seconds": "training",
+    "refit_seconds": "weight sync",
+    "evaluating_seconds": "evaluation",
+}
 
 
 class Progress:

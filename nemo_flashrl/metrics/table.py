@@ -159,6 +159,7 @@ _MACHINE = (
     Metric("group_wait_seconds", "s", "a finished trajectory waits for the last rollout of its group, mean", MACHINE),
     Metric("train_seconds", "s", "forward, backward and optimizer", MACHINE),
     Metric("refit_seconds", "s", "weight sync: from the trainer to the sampler", MACHINE),
+    Metric("evaluating_seconds", "s", "held-out evaluation, on the steps that evaluate", MACHINE),
     Metric("tokens_per_second", "tokens/s", "training throughput, prompts and observations included", MACHINE),
     Metric(
         "rollout_tokens_per_second",

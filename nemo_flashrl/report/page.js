@@ -137,7 +137,7 @@ function describe(title, lines) {
 function stackFigures(spec) {
   return RUNS.map((run, r) => {
     if (!spec.stack.every(([name]) => run.series[name])) return null;
-    return figure(RUNS.length > 1 ? `${spec.title}: ${run.name}` : spec.title, "s", "stacked; the top is the step time", (keys, body, width) => {
+    return figure(RUNS.length > 1 ? `${spec.title}: ${run.name}` : spec.title, "s", "stacked; the top is the step time without held-out evaluation", (keys, body, width) => {
       const layers = spec.stack.map(([name, label], n) => {
         const [xs, raw] = cut(run.steps, run.series[name]);
         return { label, name, color: color(n), xs, raw, ys: smooth(raw, state.smoothing) };

@@ -62,6 +62,7 @@ ELSEWHERE = {  # command -> why it is not run here, and the file of the test tha
     ),
     r"OMP_NUM_THREADS=\d python benchmarks/": ("measures for minutes what its page holds", "docs/benchmarks.md"),
     r"python benchmarks/head_on_paper.py": ("a minute of counting", "tests/gpu_shapes/test_head.py"),
+    r"python benchmarks/language_model.py": ("hours, and a model", "tests/benchmarks/test_language_model.py"),
     r"python examples/": ("NeMo's import, and a comparison in float64", "tests/docs/test_examples.py"),
     r"nemo flashrl": ("NeMo-Run's own experiment", "tests/package/test_recipes.py"),
 }

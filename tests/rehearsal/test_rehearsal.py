@@ -72,6 +72,9 @@ def test_evaluation_leaves_training_alone(warm_start: Path, tmp_path: Path) -> N
     before = "reference_evaluation_success"
     assert found[1][before] == found[2][before]  # frozen: the same weights, tasks and seeds
     assert [{k: v for k, v in step.items() if k not in found[1]} for step in evaluated] == plain
+    seconds = read_metrics(tmp_path / "evaluated" / "metrics.jsonl")[1]
+    parts = ("rollout_seconds", "train_seconds", "refit_seconds", "evaluating_seconds")
+    assert sum(seconds[name] for name in parts) == pytest.approx(seconds["step_seconds"], abs=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
