@@ -112,7 +112,7 @@ def panel(curves: Sequence[Curves], names: Sequence[str], title: str, axis: str)
         parts += [line(LEFT, y, LEFT + WIDTH, y, "#e0e0e0"), text(LEFT - 6, y + 4, f"{share:g}", anchor="end")]
         parts.append(text(x, TOP + HEIGHT + 18, f"{share * last:.3g}", anchor="middle"))
     parts.append(text(LEFT + WIDTH / 2 + 40, TOP + HEIGHT + 18, axis))
-    for number, ((x, values), name, colour) in enumerate(zip(curves, names, COLOURS, strict=True)):
+    for number, ((x, values), name, colour) in enumerate(zip(curves, names, COLOURS[: len(names)], strict=True)):
         around = points(np.concatenate([x, x[::-1]]), np.concatenate([values.max(0), values.min(0)[::-1]]))
         parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="0.15"/>')
         parts.append(f'<polyline points="{points(x, values.mean(0))}" fill="none" stroke="{colour}" stroke-width="2"/>')
