@@ -80,7 +80,6 @@ class StageMemory:
 
     @property
     def host(self) -> int:
-        """All the time."""
         return self.host_reference + self.host_optimizer
 
 
@@ -122,9 +121,7 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
         step=step,
         host_reference=0 if layout.reference == "none" else count * FLOAT,
         host_optimizer=host_optimizer,
-        host_save=sum(
-            5 * FLOAT * n + -(-n // shares) * 3 * FLOAT for n, shares in shared if layout.distributed_optimizer
-        ),
+        host_save=layout.distributed_optimizer * sum(20 * n + 12 * -(-n // shares) for n, shares in shared),
     )
 
 
@@ -230,11 +227,10 @@ def _layer_at_work(shape: ModelShape, layout: Layout, stage: int, tokens: int) -
     """
     e, t = layout.element, layout.tensor
     shards = t if layout.sequence else 1
-    outer, wide = shape.hidden // shards, shape.ffn // t
-    gathered = shape.hidden if shards > 1 else 0
+    outer, wide, gathered = shape.hidden // shards, shape.ffn // t, shape.hidden * (shards > 1)
     second, first = gathered + wide, gathered + shape.hidden + outer * (shards > 1) - wide
     if shape.experts:
-        wide, rows = wide * shape.experts_per_token, outer * shape.experts_per_token
+        wide, rows = wide * shape.experts_per_token, _expert_rows(shape, layout)
         second, first = max(rows + wide, 4 * rows * (layout.expert > 1)), 2 * rows - wide
     width = (2 if layout.pipeline > 1 else 1) * outer + max(second, 2 * wide, first)
     work = tokens * e * width
@@ -253,7 +249,7 @@ def _layer_bytes_per_token(shape: ModelShape, layout: Layout) -> int:
         attention  q, k, v, output          e (2 Q + 2 K) / t + 4 A / t     the last for flash attention's log-sum-exp
           norm of q and k: their input      e (Q + K) / t + 4 (A + G) / t
         MLP        up and gate, product     e (3 F) / t                     for every expert that a token goes to
-          experts: their input, the router  e k H / t' + (9 X + 20 k) / t'
+          experts: their input, the router  e k H / t' + (9 X + 20 k) / t'    H whole where they are cut
 
     Kernels of torch keep more: the normalised input of each norm, cosine and sine of each rotation, the attention's
     output a second time, k apart from the fused qkv, and silu and its product twice, an expert's thrice. Selective
@@ -283,7 +279,13 @@ def _mlp_bytes_per_token(shape: ModelShape, layout: Layout, shards: int) -> int:
         return layout.element * (3 if layout.fused_kernels else 5) * shape.ffn // layout.tensor
     chosen = shape.experts_per_token
     inner = layout.element * chosen * (3 if layout.fused_kernels else 6) * shape.ffn // layout.tensor
-    return inner + (layout.element * chosen * shape.hidden + 9 * shape.experts + 20 * chosen) // shards
+    return inner + layout.element * _expert_rows(shape, layout) + (9 * shape.experts + 20 * chosen) // shards
+
+
+def _expert_rows(shape: ModelShape, layout: Layout) -> int:
+    """Width of what goes to the experts; cut over tensor ranks, each gets the rows of all of these."""
+    shards = layout.tensor if layout.sequence and layout.expert > 1 else 1
+    return shape.experts_per_token * shape.hidden // shards
 
 
 def _lora_bytes_per_token(shape: ModelShape, layout: Layout, shards: int) -> int:

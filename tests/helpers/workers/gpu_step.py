@@ -80,7 +80,9 @@ class Rank:
         _without_values()
         own = self.config.batching.max_tokens_per_microbatch // parallel.context
         routed = own // (parallel.tensor if parallel.sequence else 1) * self.hf_config.get("num_experts_per_tok", 1)
-        token_dispatcher.maybe_move_tensor_to_cpu = functools.partial(_evenly, routed)
+        # Experts that are cut over tensor ranks get the rows of all of these.
+        shared = routed * (1 if spread else parallel.tensor)
+        token_dispatcher.maybe_move_tensor_to_cpu = functools.partial(_evenly, routed, shared)
 
     def build(self) -> None:
         """Model, gradients and optimizer, within a Recorder."""
@@ -169,11 +171,11 @@ class Rank:
         return {**{name: getattr(found, name) for name in found.__slots__}, "device": found.device}
 
 
-def _evenly(rows: int, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _evenly(own: int, rows: int, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """How many rows go to each expert or rank, where Megatron copies the counts to the host beside its work."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
         return tensor
-    shares = np.full(tuple(tensor.shape), rows // tensor.numel())
+    shares = np.full(tuple(tensor.shape), own if tensor.numel() == 1 else rows // tensor.numel())
     return shares if as_numpy else torch.from_numpy(shares)
 
 
