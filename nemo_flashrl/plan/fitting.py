@@ -1,4 +1,4 @@
-"""`flashrl plan`: what fits, the largest context, the smallest allocation; pure arithmetic over the plan_* files."""
+"""`flashrl plan`: what fits, the largest context, the smallest allocation, the disk; arithmetic over this room."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from nemo_flashrl.plan.devices import USABLE, Device
-from nemo_flashrl.plan.memory import Layout, StageMemory, head_chunk_tokens, stage_memory
+from nemo_flashrl.plan.memory import FLOAT, Layout, StageMemory, head_chunk_tokens, stage_memory
 from nemo_flashrl.weights.model_shape import ModelShape
 
 GPUS_OF_A_NODE = 8
@@ -206,3 +206,35 @@ def _with(shape: ModelShape, layout: Layout, tokens: int, changes: dict[str, Any
     except ValueError:
         return None
     return changed, fewer
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """Bytes that a run leaves in its folder, beside metrics and samples."""
+
+    checkpoint: int  # one of them
+    checkpoints: int  # how many there are at most: an old one goes when a newer one is complete
+    export: int  # the policy as a Hugging Face folder, and the reference where it is exported too
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints * self.checkpoint + self.export
+
+
+def disk_use(shape: ModelShape, layout: Layout, *, written: int, keep: int, exports: int = 1) -> DiskUse:
+    """What a run of `written` checkpoints writes, of which it keeps `keep`, and so many exports.
+
+    checkpoint  of each parameter, padded vocabulary rows included: e bytes, of a trained one 8 more for Adam's moments
+                and 4 for the fp32 weights of a bf16 model, and 4 for a reference
+    export      e bytes a parameter as published
+    """
+    count = replace(shape, vocab=shape.padded_vocab(layout.vocab_divisible_by, layout.tensor)).parameters
+    adapters = shape.adapter_parameters(layout.lora_targets, layout.lora_rank)
+    trained = adapters if layout.lora_rank else count
+    per_trained = 8 + (FLOAT if layout.precision == "bf16" else 0)
+    reference = 0 if layout.reference == "none" else FLOAT
+    return DiskUse(
+        checkpoint=(count + adapters) * (layout.element + reference) + trained * per_trained,
+        checkpoints=min(written, keep + 1),
+        export=exports * shape.parameters * layout.element,
+    )

@@ -137,38 +137,6 @@ def _optimizer(trained: int, shares: int, layout: Layout) -> tuple[int, int, int
     return (own - moved) * per_parameter, 0, moved * 4 * FLOAT
 
 
-@dataclass(frozen=True, slots=True)
-class DiskUse:
-    """Bytes that a run leaves in its folder, beside metrics and samples."""
-
-    checkpoint: int  # one of them
-    checkpoints: int  # how many there are at most: an old one goes when a newer one is complete
-    export: int  # the policy as a Hugging Face folder, and the reference where it is exported too
-
-    @property
-    def total(self) -> int:
-        return self.checkpoints * self.checkpoint + self.export
-
-
-def disk_use(shape: ModelShape, layout: Layout, *, written: int, keep: int, exports: int = 1) -> DiskUse:
-    """What a run of `written` checkpoints writes, of which it keeps `keep`, and so many exports.
-
-    checkpoint  of each parameter, padded vocabulary rows included: e bytes, of a trained one 8 more for Adam's moments
-                and 4 for the fp32 weights of a bf16 model, and 4 for a reference
-    export      e bytes a parameter as published
-    """
-    count = replace(shape, vocab=shape.padded_vocab(layout.vocab_divisible_by, layout.tensor)).parameters
-    adapters = shape.adapter_parameters(layout.lora_targets, layout.lora_rank)
-    trained = adapters if layout.lora_rank else count
-    per_trained = 8 + (FLOAT if layout.precision == "bf16" else 0)
-    reference = 0 if layout.reference == "none" else FLOAT
-    return DiskUse(
-        checkpoint=(count + adapters) * (layout.element + reference) + trained * per_trained,
-        checkpoints=min(written, keep + 1),
-        export=exports * shape.parameters * layout.element,
-    )
-
-
 def head_chunk_tokens(shape: ModelShape, layout: Layout) -> int:
     """Tokens whose logits the head holds at a time."""
     rows = shape.padded_vocab(layout.vocab_divisible_by, layout.tensor) // layout.tensor

@@ -14,14 +14,16 @@ from nemo_flashrl.plan.devices import USABLE, Device, find_device
 from nemo_flashrl.plan.fitting import (
     GPUS_OF_A_NODE,
     Change,
+    DiskUse,
     changes_that_fit,
     check_layout,
+    disk_use,
     largest_context,
     peak,
     smallest_allocation,
     stages,
 )
-from nemo_flashrl.plan.memory import LAYERS, DiskUse, Layout, StageMemory, disk_use
+from nemo_flashrl.plan.memory import LAYERS, Layout, StageMemory
 from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time
 from nemo_flashrl.weight_sync.hf_config import read_hf_json
 from nemo_flashrl.weights.model_shape import FAMILIES, ModelShape, model_shape

@@ -16,8 +16,8 @@ from tiny import random_trajectories, write_model
 from nemo_flashrl.cli import main
 from nemo_flashrl.config import load
 from nemo_flashrl.plan.devices import DEVICES
-from nemo_flashrl.plan.fitting import fits, largest_context, smallest_allocation, stages
-from nemo_flashrl.plan.memory import Layout, disk_use, stage_memory
+from nemo_flashrl.plan.fitting import disk_use, fits, largest_context, smallest_allocation, stages
+from nemo_flashrl.plan.memory import Layout, stage_memory
 from nemo_flashrl.plan.page import disk_line
 from nemo_flashrl.plan.step_time import decode_tokens_per_second, key_value_cache, step_time
 from nemo_flashrl.preflight.admission import report_disk

@@ -23,7 +23,8 @@ from processes import run_ranks
 from safetensors.torch import load_file
 
 from nemo_flashrl.metrics.table import from_machine
-from nemo_flashrl.plan.memory import Layout, disk_use
+from nemo_flashrl.plan.fitting import disk_use
+from nemo_flashrl.plan.memory import Layout
 from nemo_flashrl.run.folder import EXIT_PREEMPTED, complete_checkpoints
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.weights.model_shape import model_shape
