@@ -158,8 +158,8 @@ def test_out_of_memory_names_what_would_have_fitted(flashrl, monkeypatch, tmp_pa
     assert (code, out) == (1, "")
     assert err == (
         f"flashrl train: out of memory on a GPU (OutOfMemoryError: {OOM}); the traceback is in {tmp_path}/logs; "
-        "`flashrl plan` counts 271.8 GiB for this run, of 72.8 usable on a GPU; what would have fitted: "
-        "model.recompute=full (147.9 GiB), optimizer.offload_fraction=1 (58.1 GiB, 119.7 of the host)\n"
+        "`flashrl plan` counts 273.2 GiB for this run, of 72.8 usable on a GPU; what would have fitted: "
+        "model.recompute=full (149.3 GiB), optimizer.offload_fraction=1 (59.5 GiB, 119.7 of the host)\n"
     )
 
 
