@@ -357,14 +357,14 @@ def test_out_of_memory_is_answered_with_what_would_have_fitted(tmp_path: Path) -
     plain = ["parallel.tensor=1", "parallel.sequence=false"]
     change = out_of_memory(tmp_path / "a", said, *plain, "model.recompute=none")
     assert change.startswith(
-        "`flashrl plan` counts 193.2 GiB for this run, of 72.8 usable on a GPU; what would have fitted: "
-        "model.recompute=full (69.4 GiB). In general: batching.max_tokens_per_microbatch lower"
+        "`flashrl plan` counts 194.6 GiB for this run, of 72.8 usable on a GPU; what would have fitted: "
+        "model.recompute=full (70.8 GiB). In general: batching.max_tokens_per_microbatch lower"
     )
     # On cards of 40 GiB the weights have to be cut as well: each of the eight then holds a part of a replica.
     small = said.replace("79.11", "39.39")
     change = out_of_memory(tmp_path / "b", small, *plain, "model.recompute=none")
     assert (
-        "of 36.2 usable on a GPU; what would have fitted: model.recompute=full (69.4 GiB), parallel.tensor=" in change
+        "of 36.2 usable on a GPU; what would have fitted: model.recompute=full (70.8 GiB), parallel.tensor=" in change
     )
     # One card in fp32: no setting helps, more cards do.
     one = ["cluster.gpus_per_node=1", "model.precision=fp32"]
@@ -372,7 +372,7 @@ def test_out_of_memory_is_answered_with_what_would_have_fitted(tmp_path: Path) -
     assert "no settings fit 32768 tokens on 1 of them; fewest GPUs that would have: 4 (1 node): TP 2, PP 1" in change
     # By the plan it fits, and yet it did not: nine tenths of what it counts.
     change = out_of_memory(tmp_path / "d", "CUDA out of memory.")
-    assert "counts 25.8 GiB for this run, of 72.8 usable on a GPU; what would have fitted: parallel.tensor=8" in change
+    assert "counts 26.1 GiB for this run, of 72.8 usable on a GPU; what would have fitted: parallel.tensor=8" in change
     # Nothing is known of the model.
     change = out_of_memory(tmp_path / "e", said, "model.hf_config={model_type: other}")
     assert change.startswith("batching.max_tokens_per_microbatch lower")

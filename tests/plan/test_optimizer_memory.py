@@ -181,8 +181,8 @@ def test_8b_at_32k_fits_one_card_of_80_gb(capsys: pytest.CaptureFixture[str]) ->
     page = capsys.readouterr().out
     assert "8.03B parameters on 1 x H800: TP 1, PP 1, CP 1, DP 1; microbatches of 32768 tokens, recompute full" in page
     assert "100% of the optimizer on the host" in page
-    # 2 + 4 bytes of 8.03e9; each layer's input and one whole layer; a layer's backward pass, 2 GiB for the gradient of
-    # its output and of both halves of its MLP, .41 for its weights', less .25 for the last norm; the head is done by then.
+    # 2 + 4 bytes of 8.03e9; each layer's input and one whole layer; a layer's backward pass, 2 GiB for the gradients
+    # of its output and of both halves of its MLP, .41 for its weights', less .25 of the last norm; the head is done.
     (stage,) = (line.split() for line in page.splitlines() if line.startswith("  stage 0"))
     assert stage[2:] == ["14.96", "29.92", "0.00", "12.50", "2.16", "0.76", "59.53", "119.66"]
     assert main(["plan", "llama3_8b_32k_one_gpu", "optimizer.offload_fraction=0"]) == 1
