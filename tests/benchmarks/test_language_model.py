@@ -58,7 +58,9 @@ def test_the_kept_metrics_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
         ends = [json.loads(file.read_text().splitlines()[-1])["evaluation_success"] for file in files]
         assert len(ends) >= 3
         assert f"{np.mean(ends):.3f} [" in next(
-            line for line in printed.splitlines() if line.startswith("| held-out success after the last update")
+            line
+            for line in printed.partition("### demo-bf16, sync")[2].splitlines()
+            if line.startswith("| held-out success after the last update")
         )
     page = (ROOT / "docs/results.md").read_text()
     lines = [line for line in printed.splitlines() if line.startswith("| held-out success after the last update")]
