@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from fake_cuda import compiler  # noqa: E402
-from fake_gpu import FakeGpu  # noqa: E402
+from stand_in_process import StandInProcess  # noqa: E402
 
 SIZES = {"tokens": 32768, "hidden": 4096, "vocab": 128256}
 WAYS = {
@@ -46,7 +46,7 @@ def main() -> None:
     print("on paper: T=32768 H=4096 V=128256 bf16, sequence parallel, gradient of the weight summed into main_grad")
     print("| TP | loss | chunk | launches | syncs | ms | floors | bytes | peak MiB | planned MiB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    gpu = FakeGpu()
+    gpu = StandInProcess("cuda")
     for tensor, ways in ((1, WAYS), (4, WAYS), (8, WAYS | OTHERS)):
         for name, options in ways.items():
             if tensor == 1 and "spread" in options:

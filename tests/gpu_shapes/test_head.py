@@ -7,7 +7,7 @@ those of tests/ops.
 from __future__ import annotations
 
 import pytest
-from fake_gpu import FakeGpu
+from stand_in_process import StandInProcess
 
 SIZES = {"tokens": 32768, "hidden": 4096, "vocab": 128256}
 GATED, ONE_PASS = {"way": "gated"}, {"way": "one pass"}
@@ -24,7 +24,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_head_on_paper(fake_gpu: FakeGpu, case: str) -> None:
+def test_the_head_on_paper(fake_gpu: StandInProcess, case: str) -> None:
     options, syncs, launches, floors = CASES[case]
     found = fake_gpu.run("gpu_head", **SIZES, **options)
     assert found["num_syncs"] == syncs, found["syncs"]
@@ -35,7 +35,7 @@ def test_the_head_on_paper(fake_gpu: FakeGpu, case: str) -> None:
 
 
 @pytest.mark.parametrize("options", [GATED, UNEVEN], ids=["gated", "one pass"])
-def test_no_chunk_waits_for_the_host(fake_gpu: FakeGpu, options: dict) -> None:
+def test_no_chunk_waits_for_the_host(fake_gpu: StandInProcess, options: dict) -> None:
     """Four times the chunks, and the same looks: one at the mask, one at what is live behind a gate, one backward."""
     few, many = (fake_gpu.run("gpu_head", **SIZES, **options, tensor=8, chunk=chunk) for chunk in (4096, 1024))
     assert many["launches"] > 2.5 * few["launches"]
@@ -43,6 +43,6 @@ def test_no_chunk_waits_for_the_host(fake_gpu: FakeGpu, options: dict) -> None:
 
 
 @pytest.mark.parametrize("torch_version", ["2.8", "2.10"])
-def test_without_triton_and_apex_it_waits_no_more_often(fake_gpu: FakeGpu, torch_version: str) -> None:
+def test_without_triton_and_apex_it_waits_no_more_often(fake_gpu: StandInProcess, torch_version: str) -> None:
     options = {"tensor": 8, "triton": False, "apex": False, "torch_version": torch_version}
     assert fake_gpu.run("gpu_head", **SIZES, **GATED, **options)["num_syncs"] == 3
