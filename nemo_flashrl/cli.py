@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -25,6 +27,7 @@ _THAT_ONLY_PRINT = ("report", "doctor", "plan")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 refused with one line on stderr."""
     options = _parser().parse_args(arguments)
+    atexit.register(gc.freeze)  # a process that ends need not look for garbage: seconds, with NeMo imported
     # torch 2.13 warns at import of a package that NVIDIA's own tools depend on; nobody here can act on it.
     warnings.formatwarning = _warning
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)

@@ -72,12 +72,13 @@ def train(config: RunConfig) -> Path:
     with parts.folder.held(by_this_rank=first), logged(output, int(os.environ.get("RANK", "0"))):
         if first:
             report_disk(config, parts.hf_config)
-        platform.install()
-        model = build_model(config, parts)
-        driver = build_driver(config, parts) if first else None
-        data = build_data(config, parts, driver)
-        trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder)
-        resume(trainer, parts.folder)
+        with platform.importing():
+            platform.install()
+            model = build_model(config, parts)
+            driver = build_driver(config, parts) if first else None
+            data = build_data(config, parts, driver)
+            trainer = build_trainer(config, build_callbacks(config, parts, data, driver), parts.folder)
+            resume(trainer, parts.folder)
         gc.collect()
         gc.freeze()  # answers of servers are many small objects: each full collection over modules too takes .4 s
         try:

@@ -18,6 +18,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are imported and collected
 
 import pytest  # noqa: E402
 from paths import TESTS  # noqa: E402
@@ -66,6 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """A full collection over all imported modules takes half a second, longer than the shortest time-outs here."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -53,7 +53,9 @@ def _action(actions: argparse._SubParsersAction, name: str, text: str, run) -> a
 def _prepare() -> None:
     from nemo_flashrl import platform
 
-    platform.install()
+    with platform.importing():
+        platform.install()
+        import nemo_flashrl.convert.convert  # noqa: F401  with all of NeMo that it needs
 
 
 def _hf_to_nemo(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 torch.set_num_threads(1)
+gc.disable()  # until all is imported
 
 from nemo_flashrl import platform
 
@@ -27,5 +28,6 @@ for name in [*MODULES, "transformers.models.qwen2.modeling_qwen2"]:
     importlib.import_module(name)
 config.load("rehearsal", ["output=x", "model.path=x"])  # the grammars of Hydra and OmegaConf, once
 # A collection in a rank would look through all of this, and by that copy it.
+gc.enable()
 gc.collect()
 gc.freeze()
