@@ -9,7 +9,8 @@ BIN    := $(VENV)/bin
 ROLLOUT_VENV ?= .venv-rollout
 DEMO   ?= runs/demo
 ARGS   ?=
-WORKERS ?= 2
+# Of pytest: one more than the two cores of the smallest machine, since some tests wait for servers.
+WORKERS ?= 3
 
 export OMP_NUM_THREADS ?= 1
 export ROLLOUT_VENV

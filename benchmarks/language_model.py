@@ -36,7 +36,8 @@ LONGER = "environment.settings.operations=6 rollout.max_turns=6 rollout.batch_si
 TASKS = {  # over demo.yaml and SHARED
     "demo": "",
     "demo_1e5": "optimizer.learning_rate=1.0e-5",  # as demo.yaml has it
-    "longer": f"{LONGER} trainer.steps=4 evaluation.every_steps=4 evaluation.tasks=64",
+    "demo_4slots": "rollout.max_in_flight=4",  # fresher trajectories in async: sampling is the quicker half here
+    "longer": f"{LONGER} trainer.steps=8 evaluation.every_steps=4 evaluation.tasks=64",
     "short": "trainer.steps=3 evaluation.every_steps=0",  # for the log-probs of both sides
 }
 SERVED = ("rollout.batch_size=32", "model.context_length=256")  # what the largest task needs of a server
@@ -108,16 +109,8 @@ async def trained(folder: Path, algorithm: str, url: str, fixed: Sequence[str]) 
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     own = [f"output={folder}", f"algorithm={algorithm}", f"rollout.mode={folder.parts[-3]}", f"rollout.servers=[{url}]"]
-    command = [
-        sys.executable,
-        "-m",
-        "nemo_flashrl.cli",
-        "train",
-        CONFIG,
-        *fixed,
-        *own,
-        f"trainer.seed={folder.name[4:]}",
-    ]
+    training = ["train", CONFIG, *fixed, *own, f"trainer.seed={folder.name[4:]}"]
+    command = [sys.executable, "-m", "nemo_flashrl.cli", *training]
     with folder.with_suffix(".log").open("w") as log:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         streams: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "preexec_fn": end_with_parent}

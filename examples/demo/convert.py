@@ -9,6 +9,7 @@ written are these, dequantised to fp32. An existing model folder is left as it i
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import shutil
 import sys
@@ -23,15 +24,17 @@ def convert(packages: Path, folder: Path) -> Path:
     Raises:
         FileNotFoundError: `packages` holds no model.
     """
-    gguf = packages / GGUF
-    if not gguf.is_file():
-        raise FileNotFoundError(f"{gguf}: `make models` installs the package that holds it")
+    file = packages / GGUF
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: `make models` installs the package that holds it")
     sys.path.append(str(packages))  # where transformers finds gguf
     importlib.invalidate_caches()
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # transformers reads the file four times, 6 s each
+    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(part)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 
-def _server() -> Any:
+def fork_server() -> Any:
+    """The context whose processes have NeMo imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["preload"])
     return context
@@ -37,7 +38,7 @@ def run_ranks(
 
     A rank ends with the code that `main` returns (None: 0, an exception: 1); one outside `exit_codes` fails the test.
     """
-    context = _server()
+    context = fork_server()
     port = _free_port()
     with tempfile.TemporaryDirectory() as logs:
         ranks = [

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from processes import fork_server
 from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
@@ -209,7 +210,8 @@ def worker(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(worker, (str(folder),), WORLD)
+    fork_server()
+    torch.multiprocessing.start_processes(worker, (str(folder),), WORLD, start_method="forkserver")
     return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
 
 
