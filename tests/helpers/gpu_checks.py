@@ -17,6 +17,7 @@ from stand_in_process import GpuProcesses, StandInProcess
 from nemo_flashrl import platform
 from nemo_flashrl.doctor.node import installed
 
+FIRST = "gpu_step"  # imports what takes long, in the order in which a run does
 CORES_AHEAD = 4  # for each process that imports ahead of its check
 
 
@@ -28,7 +29,7 @@ class Gpu:
         self.whole = QUICK_WHOLE if is_quick else WHOLE
         self._deadline = time.monotonic() + self.whole
         ahead = max(1, min(4, len(os.sched_getaffinity(0)) // CORES_AHEAD))
-        self._processes = GpuProcesses(ahead) if is_real else StandInProcess("cuda")
+        self._processes = GpuProcesses(ahead, FIRST) if is_real else StandInProcess("cuda", FIRST)
 
     def run(self, worker: str, limit: str, options: dict[str, Any]) -> dict:
         if not self.is_real:  # a busy CPU may take any time

@@ -97,6 +97,13 @@ class Device:
             times.append(start.elapsed_time(stop))
         return statistics.median(times)
 
+    def peak_and_waits_of(self, function: Callable[[], Any]) -> tuple[int, Syncs]:
+        """Both, of a call each; a fake GPU counts both in one."""
+        if self.is_real:
+            return self.peak_of(function), self.waits_of(function)
+        waits = self.waits_of(function)
+        return self.recorder.peak, waits
+
     def waits_of(self, function: Callable[[], Any]) -> Syncs:
         """Host syncs while it runs: those that torch.cuda.set_sync_debug_mode knows, by the line that asks."""
         if not self.is_real:

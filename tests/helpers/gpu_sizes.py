@@ -61,12 +61,13 @@ STEPS = {  # experiment, overrides, layers of which as many are taken as the dev
         (32, 24, 16, 12, 8, 4, 2),
     ),
 }
-QUICK_LAYERS = 8  # at most
+QUICK_LAYERS, FAKE_LAYERS = 8, 2  # at most
 HEAD_EXACT = {"tokens": 4096, "hidden": 1024, "vocab": 32_000, "chunk": 512}
 HEAD_SPEED, QUICK_HEAD_SPEED = LLAMA3_8B_HEAD | {"tokens": 16384}, LLAMA3_8B_HEAD | {"tokens": 8192}
 SWAPPED = {"layers": 32, "width": 2048}
 LAYERS = {"layers": 4, "hidden": 2048, "lengths": (2048, 4096, 1500, 548)}  # a packed row, or padded ones
 QUICK_LAYERS_LENGTHS = (700, 1024, 324)
+FAKE_HEAD_SPEED = LLAMA3_8B_HEAD | {"tokens": 2048}  # two chunks say all
 REFIT = {"tensors": 16, "width": 4096}
 SAVED_LAYERS = 4  # of the 1b
 

@@ -1,10 +1,10 @@
 """A process that finds Transformer Engine's stand-in, and a GPU where it is told to; cases of tests are forked from it.
 
-    python stand_in_process.py cpu|cuda|gpu < requests
+    python stand_in_process.py cpu|cuda|gpu [WORKER] < requests
 
 Megatron and NeMo look for both when they are imported, which in the process of the tests was long ago; importing them
 once for all cases is what takes the time. `cuda` is fake CUDA. `gpu` is a real one with the real Transformer Engine:
-nothing can be forked from a process that has seen it, so it answers itself, once.
+nothing can be forked from a process that has seen it, so it answers itself, once. WORKER is imported at once.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Any
 HELPERS = Path(__file__).parent
 STAND_IN = HELPERS.parent / "transformer_engine_stand_in"
 ROOT = HELPERS.parents[1]
-ENVIRONMENT = {
+ENVIRONMENT = {  # as conf/cluster has it
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}  # conf/cluster
+}
 
 
 class StandInProcess:
     """`run("x", ...)` calls `main(...)` of workers/x.py there, in forks that have imported what the module imports."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, *first: str) -> None:
+        self._device, self._first = device, first
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen:
         stand_in = [] if self._device == "gpu" else [str(STAND_IN)]
         path = [*stand_in, str(HELPERS), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, self._device],
+            [sys.executable, "-W", "ignore", __file__, self._device, *self._first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -83,12 +83,13 @@ class StandInProcess:
 class GpuProcesses:
     """`run` as a StandInProcess has it, on a real GPU: each in a fresh process; the next ones import while one runs."""
 
-    def __init__(self, ahead: int) -> None:
-        self._waiting = [StandInProcess("gpu") for _ in range(ahead)]
+    def __init__(self, ahead: int, first: str) -> None:
+        self._first = first
+        self._waiting = [StandInProcess("gpu", first) for _ in range(ahead)]
 
     def run(self, worker: str, **options: Any) -> Any:
         process = self._waiting.pop(0)
-        self._waiting.append(StandInProcess("gpu"))
+        self._waiting.append(StandInProcess("gpu", self._first))
         try:
             return process.run(worker, **options)
         finally:
@@ -99,15 +100,15 @@ class GpuProcesses:
             process.kill()
 
 
-def _serve(device: str) -> None:
+def _serve(device: str, *first: str) -> None:
     if device == "cuda":
         import fake_cuda
 
         fake_cuda.install()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed here is for a person
-    if device == "gpu":
-        importlib.import_module("workers.gpu_step")  # the longest of them
+    for worker in first:
+        importlib.import_module(f"workers.{worker}")
     for line in sys.stdin:
         answer = _answer_here if device == "gpu" else _answer
         print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
@@ -168,4 +169,4 @@ def _fork(worker: Any, request: dict[str, Any], rank: int, port: int) -> tuple[i
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve(*sys.argv[1:])

@@ -20,11 +20,11 @@ MICROBATCHES = 2
 
 def main(experiment: str, overrides: list[str], layers: int) -> dict:
     first = Rank(experiment, overrides, 0, layers)
-    steps = [first.microbatches(MICROBATCHES) for _ in range(4)]
+    steps = [first.microbatches(MICROBATCHES) for _ in range(4)]  # all of the same numbers
     with Device(answers(first)) as device, tempfile.TemporaryDirectory() as folder:
         first.build()
-        train(first, steps[0])
-        train(first, steps[1])
+        for step in steps[: 2 if device.is_real else 1]:
+            train(first, step)
         metadata = first.trainer.strategy.sharded_state_dict_metadata
         contents = state_of(first, metadata)
         found: dict = {"parameters": sum(p.numel() for p in first.model.parameters())}

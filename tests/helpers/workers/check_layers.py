@@ -47,8 +47,7 @@ def model_of(layers: int, hidden: int, positions: int, family: str, *, together:
         (Path(folder) / "config.json").write_text(json.dumps(sizes))
         config = nemo_config(folder, context_length=positions, dtype=torch.bfloat16)
     config.gradient_accumulation_fusion = False  # there is no main_grad here
-    if family == "mixtral" and not together:
-        config.moe_grouped_gemm = config.moe_permute_fusion = False
+    config.moe_grouped_gemm = family == "mixtral" and together
     model = PolicyModel(config, FlashReinforce(), HeadSettings(VOCABULARY))
     model.configure_model()
     model.module.cuda()  # some of NeMo's families are made on the host

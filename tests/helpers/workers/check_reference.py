@@ -43,9 +43,9 @@ def swap(device: Device, dtype: torch.dtype, layers: int, width: int) -> dict:
 
     compare()
     held = device.held
-    found["peak_bytes"] = device.peak_of(exchange) - held
+    peak, waits = device.peak_and_waits_of(exchange)
+    found["peak_bytes"], found["swap_syncs"] = peak - held, sum(count for *_, count in waits)
     found["swap_ms"] = device.milliseconds(exchange, 3)
     found["policy_bits"] = all(torch.equal(a, b) for a, b in zip(policy, model.parameters(), strict=True))
     found["average_bits"] = all(torch.equal(a, b) for a, b in zip(average, shadow.values.values(), strict=True))
-    found["swap_syncs"] = sum(n for *_, n in device.waits_of(exchange))
     return found

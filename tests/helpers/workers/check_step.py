@@ -49,9 +49,8 @@ def measured(rank: Rank, device: Device, steps: Iterator[RankStep]) -> dict:
         rank.optimizer.step()
     gc.collect()
     found["static_bytes"] = device.held
-    found["peak_bytes"] = device.peak_of(step)
+    found["peak_bytes"], found["syncs"] = device.peak_and_waits_of(step)
     found["step_ms"] = device.milliseconds(step, 1)
-    found["syncs"] = device.waits_of(step)
     found["over_budget"] = over_budget(found["syncs"], MICROBATCHES)
     found["finite"] = math.isfinite(found["grad_norm"])
     found["reserved_bytes"] = device.reserved
