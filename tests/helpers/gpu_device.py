@@ -25,7 +25,7 @@ class Device:
     """
 
     def __init__(self, answers: Sequence[Answer] = ()) -> None:
-        self.is_real = not fake_cuda.is_installed()
+        self.name, self.is_real = "cuda", not fake_cuda.is_installed()
         self.answers = answers
         self.recorder: Recorder | None = None
 

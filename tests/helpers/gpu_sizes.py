@@ -67,7 +67,8 @@ HEAD_SPEED, QUICK_HEAD_SPEED = LLAMA3_8B_HEAD | {"tokens": 16384}, LLAMA3_8B_HEA
 SWAPPED = {"layers": 32, "width": 2048}
 LAYERS = {"layers": 4, "hidden": 2048, "lengths": (2048, 4096, 1500, 548)}  # a packed row, or padded ones
 QUICK_LAYERS_LENGTHS = (700, 1024, 324)
-FAKE_HEAD_SPEED = LLAMA3_8B_HEAD | {"tokens": 2048}  # two chunks say all
+# Two chunks say all that fake CUDA can.
+FAKE_HEAD_EXACT, FAKE_HEAD_SPEED = HEAD_EXACT | {"tokens": 1024}, LLAMA3_8B_HEAD | {"tokens": 2048}
 REFIT = {"tensors": 16, "width": 4096}
 SAVED_LAYERS = 4  # of the 1b
 

@@ -24,7 +24,7 @@ def main(part: str, **options) -> dict:
 
 
 def problem_of(device: Device, tokens: int, hidden: int, vocab: int, chunk: int, dtype=torch.bfloat16) -> Problem:
-    sizes = {"device": "cuda", "dtype": dtype, "spread": hidden**-0.5, "generator": device.generator()}
+    sizes = {"device": device.name, "dtype": dtype, "spread": hidden**-0.5, "generator": device.generator()}
     return Problem(tokens, hidden, vocab, chunk, **sizes)
 
 
