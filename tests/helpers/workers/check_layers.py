@@ -77,14 +77,17 @@ def on_device(batch: dict) -> dict:
 def attention(device: Device, layers: int, hidden: int, lengths: list[int]) -> dict:
     """Log-probs of packed rows against padded ones, and of the pass in training against the one without a gradient.
 
-    Distances are in what `models.scoring` allows between two passes: 1 is the bound.
+    Distances are in what `models.scoring` allows between two passes: 1 is the bound. Without the bounds of its
+    trajectories the packed row is further away than that.
     """
-    model = model_of(layers, hidden, max(lengths), "llama")
+    model = model_of(layers, hidden, sum(lengths), "llama")
     packed, padded, places = batches(lengths)
     with torch.no_grad():
         model.eval()
         one = model.score_step(packed).flatten()
         other = model.score_step(padded).flatten()[places]
+        whole = {"cu_seqlens": packed["cu_seqlens"][[0, -1]], "max_seqlen": torch.tensor(sum(lengths))}
+        blurred = model.score_step(packed | whole).flatten()
     model.train()
     trained = model.score_step(packed).detach().flatten()
     with torch.no_grad():
@@ -95,6 +98,7 @@ def attention(device: Device, layers: int, hidden: int, lengths: list[int]) -> d
     return {
         "layer": type(model.module.decoder.layers[0].self_attention.core_attention).__name__,
         "packed_against_padded": apart(device, one, other, layers),
+        "as_one_trajectory": apart(device, blurred, other, layers),
         "training_against_no_grad": apart(device, trained, one, layers),
         "forward_ms": milliseconds,
     }
