@@ -46,7 +46,7 @@ STANDS_FOR = {  # in a command -> in the folder in which it is run
 }
 ELSEWHERE = {  # command -> why it is not run here, and the file of the test that runs it or what it starts
     r"make (rehearsal|demo|test|setup|models|rollout-venv)$": ("sets up an environment, takes minutes", ".ci/run"),
-    r"make gpu-check|python3? (tests/gpu/check.py|-m pytest tests/gpu)|(docker run|srun) .*gpu-check": (
+    r"make gpu-check|python3? (tests/gpu/check.py|-m pytest .*tests/gpu)|(docker run|srun) .*gpu-check": (
         "a GPU",
         "tests/gpu_shapes/test_gpu_check.py",
     ),

@@ -1,7 +1,7 @@
 """Checks on a GPU, each in a process of its own with a time limit, and the JSON that they are written to.
 
-    python -m pytest tests/gpu                                       all of them, where there is a GPU; else skipped
-    python tests/gpu/check.py [--quick] [--fake] [--report FILE]     the same with the JSON: `make gpu-check`
+    python -m pytest --confcutdir tests/gpu tests/gpu               all of them, where there is a GPU; else skipped
+    python tests/gpu/check.py [--quick] [--fake] [--report FILE]    the same with the JSON: `make gpu-check`
 
 With --fake the same code runs on fake CUDA (tests/helpers/fake_cuda.py): shapes, devices and bytes are true, no number
 has a value and no time is measured, so `is_real` stands before what looks at either.

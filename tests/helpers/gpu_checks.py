@@ -18,7 +18,8 @@ from nemo_flashrl import platform
 from nemo_flashrl.doctor.node import installed
 
 FIRST = "gpu_step"  # imports what takes long, in the order in which a run does
-CORES_AHEAD = 4  # for each process that imports ahead of its check
+CORES_AHEAD = 2  # for each process that imports ahead of its check
+ORDER = ("policy_head", "step", "layers")  # where time runs out the others are left out
 
 
 class Gpu:
@@ -28,7 +29,7 @@ class Gpu:
         self.is_real, self.is_quick = is_real, is_quick
         self.whole = QUICK_WHOLE if is_quick else WHOLE
         self._deadline = time.monotonic() + self.whole
-        ahead = max(1, min(4, len(os.sched_getaffinity(0)) // CORES_AHEAD))
+        ahead = max(1, min(8, len(os.sched_getaffinity(0)) // CORES_AHEAD))
         self._processes = GpuProcesses(ahead, FIRST) if is_real else StandInProcess("cuda", FIRST)
 
     def run(self, worker: str, limit: str, options: dict[str, Any]) -> dict:
@@ -72,6 +73,10 @@ class Report:
             "versions": versions(),
             "checks": [],
         }
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        places = {f"test_{name}_gpu.py": place for place, name in enumerate(ORDER)}
+        items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:

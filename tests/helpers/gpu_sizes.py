@@ -86,5 +86,5 @@ LIMITS = {
     "swap": 60.0,
     "step": 120.0,
     "refit": 60.0,
-    "checkpoint": 90.0,
+    "checkpoint": 120.0,
 }
