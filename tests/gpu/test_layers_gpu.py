@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from gpu_checks import Check
-from gpu_sizes import LAYERS, QUICK_LAYERS_LENGTHS
+from gpu_sizes import FAKE_LAYERS, LAYERS, QUICK_LAYERS_LENGTHS
 
 
 def sizes(gpu: Check) -> dict:
-    return LAYERS | ({"lengths": QUICK_LAYERS_LENGTHS} if gpu.is_quick else {})
+    quick = {"lengths": QUICK_LAYERS_LENGTHS} if gpu.is_quick else {}
+    return LAYERS | quick | ({} if gpu.is_real else {"layers": FAKE_LAYERS})
 
 
 def test_packed_rows_say_what_padded_ones_say(gpu: Check) -> None:

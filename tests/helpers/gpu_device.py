@@ -30,6 +30,7 @@ class Device:
         self.recorder: Recorder | None = None
 
     def __enter__(self) -> Device:
+        gc.freeze()  # what NeMo has imported is not walked again by each collection
         if self.is_real:
             torch.cuda.set_device(0)
             torch.cuda.reset_peak_memory_stats()
