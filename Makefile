@@ -1,5 +1,5 @@
 # `make rehearsal` sets up and runs the main job on a CPU; `make demo` trains a language model; `make test` sets up and
-# passes the tests.
+# passes the tests; `make gpu-check` checks and measures what needs a GPU, on a machine that has one.
 # The lock asks for torch's CPU build by its local version, so that no GPU build is installed by accident; where pip's
 # own index does not carry it, add PyTorch's CPU index through PIP_EXTRA_INDEX_URL.
 
@@ -11,11 +11,13 @@ DEMO   ?= runs/demo
 ARGS   ?=
 # Of pytest: one more than the two cores of the smallest machine, since some tests wait for servers.
 WORKERS ?= 3
+QUICK  ?=
+FAKE   ?=
 
 export OMP_NUM_THREADS ?= 1
 export ROLLOUT_VENV
 
-.PHONY: setup rollout-venv models rehearsal demo test lint clean
+.PHONY: setup rollout-venv models rehearsal demo test gpu-check lint clean
 
 rehearsal: setup
 	$(BIN)/flashrl rehearse $(ARGS)
@@ -36,6 +38,11 @@ demo: models
 test: setup rollout-venv lint
 	-@$(MAKE) --no-print-directory models
 	$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+
+# One JSON, gpu_check.json, within 8 minutes on one H200, within 3 with QUICK=1. With this checkout's environment, or the
+# machine's own Python where there is none: a container has the packages that a GPU needs. FAKE=1 rehearses it on a CPU.
+gpu-check: $(if $(FAKE),setup)
+	$(or $(wildcard $(BIN)/python),python3) tests/gpu/check.py $(if $(QUICK),--quick) $(if $(FAKE),--fake) $(ARGS)
 
 setup: $(VENV)/.ready
 

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from fake_cuda import compiler  # noqa: E402
+from gpu_sizes import LLAMA3_8B_HEAD  # noqa: E402
 from stand_in_process import StandInProcess  # noqa: E402
 
-SIZES = {"tokens": 32768, "hidden": 4096, "vocab": 128256}
 WAYS = {
     "gated, all live": {"way": "gated"},
     "one pass": {"way": "one pass"},
@@ -51,7 +51,7 @@ def main() -> None:
         for name, options in ways.items():
             if tensor == 1 and "spread" in options:
                 name, options = "one pass, half live", options | {"spread": 0.0}
-            found = gpu.run("gpu_head", **SIZES, **options, tensor=tensor)
+            found = gpu.run("gpu_head", **LLAMA3_8B_HEAD, **options, tensor=tensor)
             cells = [tensor, name, found["chunk"], found["launches"], found["num_syncs"], f"{found['ms']:.1f}"]
             cells += [f"{found['ms'] / found['floor_ms']:.2f}", f"{found['bytes_of_walk']:.1f}"]
             cells += [f"{found[key] / 2**20:.0f}" for key in ("peak", "planned")]

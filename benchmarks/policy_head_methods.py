@@ -3,14 +3,21 @@
 `naive` is autograd over full logits; `checkpoint` the same per chunk of tokens under torch.utils.checkpoint; `liger` is
 LigerFusedLinearGRPOLoss of the PyPI package liger-kernel, its plain torch path, in chunks of equal size; `trl` is TRL's
 `selective_log_softmax` over full logits and `vocabulary` a running log-sum-exp over blocks of the vocabulary with
-recomputation, both written out here in plain torch.
+recomputation, both written out here in plain torch. `liger's way` and `torchtitan's way` send each chunk's loss back at
+once, to the weight and to the hidden states, which are cut off from what made them: the one keeps their gradient until
+backward asks (as LigerFusedLinearPPOBase does), the other goes on from it (as ChunkedCELoss does).
+
+All but `vocabulary` run on a GPU as well, in half precision too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,16 +29,40 @@ GIB = 2**30
 class Problem:
     """Inputs of one size: hidden `[T, H]`, weight `[V, H]`, targets `[T]`, and a REINFORCE loss with token ratios."""
 
-    def __init__(self, tokens: int, hidden_size: int, vocab_size: int, chunk: int):
-        generator = torch.Generator().manual_seed(0)
+    def __init__(
+        self,
+        tokens: int,
+        hidden_size: int,
+        vocab_size: int,
+        chunk: int,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        spread: float = 0.05,  # of the weight's numbers
+        generator: torch.Generator | None = None,
+    ):
         self.chunk = chunk
-        self.hidden = torch.randn(tokens, hidden_size, generator=generator).requires_grad_()
-        self.weight = (torch.randn(vocab_size, hidden_size, generator=generator) * 0.05).requires_grad_()
-        self.targets = torch.randint(vocab_size, (tokens,), generator=generator)
-        self.advantages = torch.randn(tokens, generator=generator)
+        drawn = {"generator": generator or torch.Generator(device).manual_seed(0), "device": device}
+        self.hidden = torch.randn(tokens, hidden_size, dtype=dtype, **drawn).requires_grad_()
+        weight = torch.randn(vocab_size, hidden_size, dtype=dtype, **drawn)
+        self.weight = (weight * spread).requires_grad_()
+        self.targets = torch.randint(vocab_size, (tokens,), **drawn)
+        self.advantages = torch.randn(tokens, **drawn)
         with torch.no_grad():
             self.behavior = fused_linear_logprob(self.hidden, self.weight, self.targets, chunk_tokens=chunk)
-            self.behavior += 0.05 * torch.randn(tokens, generator=generator)
+            self.behavior += 0.05 * torch.randn(tokens, **drawn)
+
+    def as_dtype(self, dtype: torch.dtype) -> Problem:
+        """The same numbers, of hidden states and weight, in another dtype."""
+        other = copy.copy(self)
+        other.hidden, other.weight = (t.detach().to(dtype).requires_grad_() for t in (self.hidden, self.weight))
+        return other
+
+    def live(self, share: float) -> Tensor:
+        """Bool [T]: this share of the tokens."""
+        return (torch.rand(self.targets.shape, generator=torch.Generator().manual_seed(1)) < share).to(
+            self.hidden.device
+        )
 
     def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None
@@ -47,7 +78,7 @@ class Problem:
 
 def floor(problem: Problem) -> Callable[[], None]:
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    logits = torch.empty(hidden.shape[0], weight.shape[0])
+    logits = hidden.new_empty(hidden.shape[0], weight.shape[0])
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
 
     def run() -> None:
@@ -61,14 +92,14 @@ def floor(problem: Problem) -> Callable[[], None]:
 def product(problem: Problem) -> Callable[[], None]:
     """The log-prob product alone, as the floor has it."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    logits = torch.empty(hidden.shape[0], weight.shape[0])
+    logits = hidden.new_empty(hidden.shape[0], weight.shape[0])
     return lambda: torch.mm(hidden, weight.t(), out=logits)
 
 
 def chunked_floor(problem: Problem) -> Callable[[], None]:
     """The same three products a chunk at a time: what a chunked method could reach at best."""
     hidden, weight = problem.hidden.detach(), problem.weight.detach()
-    logits = torch.empty(problem.chunk, weight.shape[0])
+    logits = hidden.new_empty(problem.chunk, weight.shape[0])
     grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
 
     def run() -> None:
@@ -82,9 +113,13 @@ def chunked_floor(problem: Problem) -> Callable[[], None]:
     return run
 
 
-def single_pass(problem: Problem, into_main_grad: bool = False) -> Callable[[], None]:
-    """`into_main_grad`: the weight's gradient is added to a matrix that is there already, as under Megatron."""
-    main_grad = torch.zeros_like(problem.weight) if into_main_grad else None
+def _main_grad(problem: Problem) -> Tensor:
+    """Where the weight's gradient is added to what is there already, as under Megatron."""
+    return torch.zeros_like(problem.weight, dtype=torch.float32)
+
+
+def single_pass(problem: Problem, into_main_grad: bool = False, **settings: Any) -> Callable[[], None]:
+    main_grad = _main_grad(problem) if into_main_grad else None
 
     def run() -> None:
         loss, _ = fused_linear_policy_loss(
@@ -94,14 +129,16 @@ def single_pass(problem: Problem, into_main_grad: bool = False) -> Callable[[], 
             problem.loss,
             chunk_tokens=problem.chunk,
             grad_weight=main_grad,
+            **settings,
         )
         loss.backward()
 
     return run
 
 
-def gated(problem: Problem, live: float, **settings: int) -> Callable[[], None]:
-    keep = torch.rand(problem.targets.shape, generator=torch.Generator().manual_seed(1)) < live
+def gated(problem: Problem, live: float, into_main_grad: bool = False, **settings: Any) -> Callable[[], None]:
+    keep = problem.live(live)
+    main_grad = _main_grad(problem) if into_main_grad else None
 
     def loss(logprobs: Tensor, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         value, derivative = problem.loss(logprobs, tokens)
@@ -115,6 +152,7 @@ def gated(problem: Problem, live: float, **settings: int) -> Callable[[], None]:
             lambda logprobs, entropies: keep,
             loss,
             chunk_tokens=problem.chunk,
+            grad_weight=main_grad,
             **settings,
         )
         total.backward()
@@ -122,9 +160,15 @@ def gated(problem: Problem, live: float, **settings: int) -> Callable[[], None]:
     return run
 
 
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """At least in fp32."""
+    logits = hidden @ weight.t()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def naive(problem: Problem) -> Callable[[], None]:
     def run() -> None:
-        logprobs = torch.log_softmax(problem.hidden @ problem.weight.t(), -1)
+        logprobs = torch.log_softmax(_logits(problem.hidden, problem.weight), -1)
         problem.plain_loss(logprobs.gather(1, problem.targets[:, None]).squeeze(1)).backward()
 
     return run
@@ -132,7 +176,7 @@ def naive(problem: Problem) -> Callable[[], None]:
 
 def checkpointed(problem: Problem) -> Callable[[], None]:
     def part(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return torch.log_softmax(hidden @ weight.t(), -1).gather(1, targets[:, None]).squeeze(1)
+        return torch.log_softmax(_logits(hidden, weight), -1).gather(1, targets[:, None]).squeeze(1)
 
     def run() -> None:
         parts = [
@@ -151,7 +195,7 @@ def liger(problem: Problem) -> Callable[[], None]:
 
     rows = problem.targets.shape[0] // problem.chunk
     loss = LigerFusedLinearGRPOLoss(beta=0.0, compiled=False, use_ref_model=False, chunk_size=1)
-    mask = torch.ones(rows, problem.chunk)
+    mask = torch.ones(rows, problem.chunk, device=problem.hidden.device)
 
     def run() -> None:
         total, _ = loss(
@@ -165,6 +209,56 @@ def liger(problem: Problem) -> Callable[[], None]:
         total.backward()
 
     return run
+
+
+def _chunk_losses(problem: Problem) -> Iterator[tuple[slice, Tensor]]:
+    """Each chunk's hidden states with their gradient; the weight's is added to its own."""
+    for start in range(0, problem.targets.shape[0], problem.chunk):
+        some = slice(start, start + problem.chunk)
+        hidden = problem.hidden.detach()[some].requires_grad_()
+        logprobs = -F.cross_entropy(_logits(hidden, problem.weight), problem.targets[some], reduction="none")
+        ratio = torch.exp(logprobs.detach() - problem.behavior[some])
+        (-(problem.advantages[some] * ratio * logprobs).sum()).backward()
+        yield some, hidden.grad
+
+
+def torchtitan_way(problem: Problem) -> Callable[[], None]:
+    def run() -> None:
+        gradient = torch.zeros_like(problem.hidden)
+        for some, own in _chunk_losses(problem):
+            gradient[some] = own
+        problem.hidden.backward(gradient)
+
+    return run
+
+
+class _KeptGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, problem):
+        gradients = torch.zeros_like(hidden), torch.zeros_like(weight)
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for start in range(0, problem.targets.shape[0], problem.chunk):
+            some = slice(start, start + problem.chunk)
+            with torch.enable_grad():
+                own = hidden.detach()[some].requires_grad_()
+                held = weight.detach().requires_grad_()
+                logprobs = torch.log_softmax(_logits(own, held), -1).gather(1, problem.targets[some, None]).squeeze(1)
+                ratio = torch.exp(logprobs.detach() - problem.behavior[some])
+                loss = -(problem.advantages[some] * ratio * logprobs).sum()
+            gradients[0][some], of_weight = torch.autograd.grad(loss, (own, held))
+            gradients[1].add_(of_weight)
+            total += loss.detach()
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return hidden.mul_(grad), weight.mul_(grad), None
+
+
+def liger_way(problem: Problem) -> Callable[[], None]:
+    return lambda: _KeptGradients.apply(problem.hidden, problem.weight, problem).backward()
 
 
 def trl(problem: Problem) -> Callable[[], None]:
@@ -236,4 +330,12 @@ METHODS: dict[str, Callable[[Problem], Callable[[], None]]] = {
     "liger": liger,
     "trl": trl,
     "vocabulary": vocabulary,
+}
+# What `make gpu-check` times, each with the weight's gradient where its method puts it.
+ON_A_GPU: dict[str, Callable[[Problem], Callable[[], None]]] = {
+    **{name: METHODS[name] for name in ("floor", "naive", "checkpoint", "liger")},
+    "liger's way": liger_way,
+    "torchtitan's way": torchtitan_way,
+    "one pass": METHODS["ours, into main_grad"],
+    "gated": lambda problem: gated(problem, 2.0, into_main_grad=True),
 }

@@ -46,6 +46,10 @@ STANDS_FOR = {  # in a command -> in the folder in which it is run
 }
 ELSEWHERE = {  # command -> why it is not run here, and the file of the test that runs it or what it starts
     r"make (rehearsal|demo|test|setup|models|rollout-venv)$": ("sets up an environment, takes minutes", ".ci/run"),
+    r"make gpu-check|python3? (tests/gpu/check.py|-m pytest .*tests/gpu)|(docker run|srun) .*gpu-check": (
+        "a GPU",
+        "tests/gpu_shapes/test_gpu_check.py",
+    ),
     r"make rehearsal ARGS=": ("minutes", "tests/rehearsal/test_rehearsal.py"),
     r"flashrl rehearse": ("minutes", "tests/rehearsal/test_rehearsal.py"),
     r"torchrun": ("eight processes", "tests/rehearsal/test_rehearsal.py"),
@@ -128,8 +132,10 @@ def test_what_runs_elsewhere_is_a_command(command: str) -> None:
             assert (ROOT / word).is_file(), word
     starts = [n for n, word in enumerate(words) if word in ("flashrl", "nemo_flashrl.cli")]
     if "make" in words:
-        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)
-        words = ["rehearse", *shlex.split(words[2].removeprefix("ARGS="))] if len(words) > 2 else []
+        target, *given = words[words.index("make") + 1 :]
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M)
+        is_rehearsal = target == "rehearsal" and given
+        words = ["rehearse", *shlex.split(given[0].removeprefix("ARGS="))] if is_rehearsal else []
     elif starts and words[0] != "nemo":
         words = words[starts[0] + 1 :]
     elif "sbatch" in words and "/shared/run" in words:

@@ -1,122 +1,71 @@
-"""The policy head on a GPU: precision in bf16, and what it takes of the device's memory."""
+"""The policy head on a GPU: precision, its kernels, and its time and memory beside other definitions of it."""
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
-import torch
-
-from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_policy_loss, kernels
-from nemo_flashrl.ops.softmax import ChunkStatistics
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here")
-
-T, H, V, CHUNK = 4096, 1024, 32_000, 512
-
-
-def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(0)
-    hidden = torch.randn(T, H, device="cuda", generator=generator)
-    weight = torch.randn(V, H, device="cuda", generator=generator) / H**0.5
-    targets = torch.randint(V, (T,), device="cuda", generator=generator)
-    coefficient = torch.randn(T, device="cuda", generator=generator) / T
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, coefficient
+from gpu_checks import Check
+from gpu_sizes import (
+    FAKE_HEAD_EXACT,
+    FAKE_HEAD_SPEED,
+    HEAD_EXACT,
+    HEAD_FLOORS,
+    HEAD_SPEED,
+    HEAD_SYNCS,
+    PLAN_TOLERANCE,
+    QUICK_HEAD_SPEED,
+)
 
 
-def naive(hidden, weight, targets, coefficient) -> torch.Tensor:
-    logprobs = torch.log_softmax((hidden @ weight.T).float(), -1).gather(-1, targets[:, None])[:, 0]
-    return (coefficient * logprobs).sum()
+def exact_sizes(gpu: Check) -> dict[str, int]:
+    return HEAD_EXACT if gpu.is_real else FAKE_HEAD_EXACT
 
 
-def fused(hidden, weight, targets, coefficient) -> torch.Tensor:
-    def loss(logprobs, tokens):
-        return coefficient[tokens] * logprobs, coefficient[tokens]
-
-    return fused_linear_policy_loss(hidden, weight, targets, loss, chunk_tokens=CHUNK)[0]
+CASES = [(way, dtype) for dtype in ("bfloat16", "float32") for way in ("one pass", "gated")]
 
 
-def gradients(function, dtype: torch.dtype) -> list[torch.Tensor]:
-    hidden, weight, *rest = inputs(torch.bfloat16)
-    hidden, weight = (t.detach().to(dtype).requires_grad_() for t in (hidden, weight))
-    function(hidden, weight, *rest).backward()
-    return [hidden.grad.double(), weight.grad.double()]
+@pytest.mark.parametrize(("way", "dtype"), CASES)
+def test_no_further_from_float64_than_the_naive_path(gpu: Check, way: str, dtype: str) -> None:
+    found = gpu.run("check_head", "exactness", part="exactness", way=way, dtype=dtype, **exact_sizes(gpu))
+    if gpu.is_real:
+        least = 1e-5 if dtype == "float32" else 0.0  # sums of chunks are in another order
+        for name, ours in found["ours"].items():
+            assert ours <= max(1.05 * found["naive"][name], least), name
 
 
-def test_bf16_is_no_further_from_float64_than_the_naive_path() -> None:
-    exact = gradients(naive, torch.float64)
-    for truth, plain, ours in zip(
-        exact, gradients(naive, torch.bfloat16), gradients(fused, torch.bfloat16), strict=True
-    ):
-        assert (ours - truth).norm() <= 1.05 * (plain - truth).norm()
-
-
-def test_peak_memory_is_two_gradients_and_a_chunk() -> None:
-    hidden, weight, targets, coefficient = inputs(torch.bfloat16)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fused(hidden, weight, targets, coefficient).backward()
-    extra = torch.cuda.max_memory_allocated() - before
-    staged = V * H * (4 + 2) + T * H * (4 + 2)  # fp32 sums and what autograd is handed, bf16
-    assert extra <= staged + 3 * CHUNK * V * 4 + 2**24
-
-
-@pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("columns", [16032, 5003])
-def test_triton_kernels_are_plain_torch(monkeypatch, columns: int, entropy: bool) -> None:
-    rows = 1000  # enough to be tuned
-    generator = torch.Generator("cuda").manual_seed(0)
-    logits = 5 * torch.randn(rows, columns, device="cuda", generator=generator)
-    targets = torch.randint(2 * columns, (rows,), device="cuda", generator=generator)
-    derivative, slope = torch.randn(2, rows, device="cuda", generator=generator)
-    scale = 0.5 + torch.rand(rows, device="cuda", generator=generator)
-
-    def both(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = kernels.row_statistics(logits, targets, columns // 2, scale, entropy=True)
-        shift, exp_sum, target, weighted = packed
-        logprobs, entropies = target - shift - exp_sum.log(), exp_sum.log() - weighted / exp_sum
-        statistics = ChunkStatistics(logprobs.clamp(max=0), shift, exp_sum, shift, entropies)
-        own = slope if entropy else None
-        return packed, kernels.logit_gradient_(
-            logits.clone(), dtype, targets, columns // 2, scale, statistics, derivative, own
-        )
-
-    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8)):
-        fused_packed, fused_gradient = both(dtype)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "is_fused", lambda logits: False)
-            packed, gradient = both(dtype)
-        torch.testing.assert_close(fused_packed, packed, rtol=1e-5, atol=1e-5)
-        assert (fused_gradient - gradient).float().norm() <= bound * gradient.float().norm()
+def test_triton_kernels_are_plain_torch(gpu: Check, columns: int, entropy: bool) -> None:
+    """Rows enough to be tuned."""
+    found = gpu.run("check_head", "kernels", part="kernels", rows=1000, columns=columns, entropy=entropy)
+    if gpu.is_real:
+        for dtype, bound in (("torch.float32", 1e-5), ("torch.bfloat16", 2**-8)):
+            assert found[dtype]["statistics_beyond_1e-5"] <= 0
+            assert found[dtype]["gradient"] <= bound
 
 
-def test_the_host_waits_three_times_behind_a_gate() -> None:
-    hidden, weight, targets, coefficient = inputs(torch.bfloat16)
-    keep = coefficient > 0
+def test_time_and_memory_beside_other_ways(gpu: Check) -> None:
+    """In multiples of the floor, three bare products; memory as `flashrl plan` has it."""
+    sizes = QUICK_HEAD_SPEED if gpu.is_quick else HEAD_SPEED
+    sizes = sizes if gpu.is_real else FAKE_HEAD_SPEED
+    found = gpu.run("check_head", "speed", part="speed", **sizes, rounds=3 if gpu.is_quick else 7)
+    for way in ("one pass", "gated"):
+        assert found[way]["peak_bytes"] == pytest.approx(found["planned"][way], rel=PLAN_TOLERANCE), way
+    if gpu.is_real:
+        times = {name: entry["ms"] for name, entry in found.items() if isinstance(entry, dict) and "ms" in entry}
+        assert times["one pass"] <= min(times[name] for name in times.keys() - {"floor", "one pass", "gated"})
+        assert times["one pass"] <= HEAD_FLOORS * times["floor"]
+        assert times["gated"] <= HEAD_FLOORS * 4 / 3 * times["floor"]  # it forms the product of the logits twice
 
-    def call() -> None:
-        loss, _ = fused_linear_gated_policy_loss(
-            hidden,
-            weight,
-            targets,
-            lambda logprobs, entropies: keep,
-            lambda logprobs, kept, at: (
-                torch.where(kept[at], coefficient[at], 0) * logprobs,
-                coefficient[at] * kept[at],
-            ),
-            chunk_tokens=CHUNK,
-            mask=torch.ones_like(keep),
-        )
-        loss.backward()
 
-    call()  # kernels are tuned, and that waits
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as waits:
-            warnings.simplefilter("always")
-            call()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) <= 3
+def test_peak_memory_is_two_gradients_and_a_chunk(gpu: Check) -> None:
+    sizes = exact_sizes(gpu)
+    found = gpu.run("check_head", "peak", part="peak", **sizes)
+    tokens, hidden, vocab, chunk = sizes.values()
+    staged = vocab * hidden * (4 + 2) + tokens * hidden * (4 + 2)  # fp32 sums and what autograd is handed, bf16
+    assert found["peak_bytes"] <= staged + 3 * chunk * vocab * 4 + 2**24
+
+
+@pytest.mark.parametrize("way", ["one pass", "gated"])
+def test_host_syncs(gpu: Check, way: str) -> None:
+    found = gpu.run("check_head", "waits", part="waits", way=way, **exact_sizes(gpu))
+    assert sum(count for *_, count in found["syncs"]) <= HEAD_SYNCS[way], found["syncs"]

@@ -28,6 +28,7 @@ from gpu_recorder import compile_as_one_kernel
 
 GUARD = Path(__file__).with_name("fake_cuda_guard.cpp")
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "fake_cuda"
+_guard: ctypes.CDLL | None = None
 
 
 def compiler() -> str | None:
@@ -60,10 +61,15 @@ def build_guard() -> Path:
     return built
 
 
+def is_installed() -> bool:
+    return _guard is not None
+
+
 def install() -> None:
     """Load the guard, which torch looks for once, when it is imported; then torch, and what would start a GPU later."""
+    global _guard
     assert "torch" not in sys.modules
-    ctypes.CDLL(str(build_guard()))
+    _guard = ctypes.CDLL(str(build_guard()))
     import torch._dynamo
     import torch.utils.checkpoint  # noqa: F401
 

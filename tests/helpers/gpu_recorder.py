@@ -193,7 +193,7 @@ class Recorder:
             self.check(f"{name}.{func._overloadname}", args, kwargs)
         if name == "_local_scalar_dense":
             return self._answered("item", args[0])
-        if name == "equal" and on_device:
+        if name == "equal":
             return _same_place(*args) or self._answered("equal", args[0])
         if name in ("index_put", "index_put_") and _is_fill(args):
             name, func = "masked_fill_", _aten().masked_fill_.Scalar

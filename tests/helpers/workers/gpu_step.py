@@ -1,4 +1,4 @@
-"""One rank of a run's own model and layout on fake CUDA: a whole optimizer step, built as a run builds it."""
+"""One rank of a run's own model and layout on a GPU, fake or real: a whole optimizer step, built as a run builds it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,12 @@ import lightning.pytorch  # noqa: F401
 import numpy as np
 import torch
 import transformers  # noqa: F401
+from gpu_device import head_answers, join_world
 from gpu_recorder import Answer, Recorder, two_clocks
 
-fake_cuda.seem_to_have_cuda()
+IS_FAKE = fake_cuda.is_installed()
+if IS_FAKE:
+    fake_cuda.seem_to_have_cuda()
 
 from nemo_flashrl import platform
 
@@ -51,7 +55,8 @@ from nemo_flashrl.weights.model_shape import model_shape
 from nemo_flashrl.weights.shards import stream_hf_tensors, unwrap
 
 SEGMENTS = 4  # trajectories of a microbatch
-kernels.HAS_TRITON = True  # as in the image; fake tensors need its operators' shapes alone
+if IS_FAKE:
+    kernels.HAS_TRITON = True  # as in the image; fake tensors need its operators' shapes alone
 
 
 class Rank:
@@ -59,15 +64,21 @@ class Rank:
 
     Args:
         layers: of the model; widths, vocabulary and layout stay as they are.
+        joined: the process is in its groups already, as the same rank of a run of the same layout.
     """
 
-    def __init__(self, experiment: str, overrides: list[str], stage: int, layers: int) -> None:
+    def __init__(self, experiment: str, overrides: list[str], stage: int, layers: int, joined: bool = False) -> None:
         self.config = config.load(experiment, overrides, unneeded=("output", "model.path"))
         self.hf_config = {"rms_norm_eps": 1e-5, **self.config.model.hf_config, "num_hidden_layers": layers}
-        parallel = self.config.parallel
         self.algorithm = algorithms.load(self.config.algorithm.name)()
         self.world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
-        fake_cuda.make_world(self.world, self.world // parallel.pipeline * stage)
+        if not joined:
+            self.join(stage)
+        self.scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+
+    def join(self, stage: int) -> None:
+        parallel = self.config.parallel
+        join_world(self.world, self.world // parallel.pipeline * stage)
         spread = parallel.expert > 1
         parallel_state.initialize_model_parallel(
             parallel.tensor,
@@ -76,13 +87,17 @@ class Rank:
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=1 if spread else None,
         )
-        self.scale = float(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-        _without_values()
+        if IS_FAKE:
+            without_values()
+            self._route_evenly(spread)
+
+    def _route_evenly(self, spread: bool) -> None:
+        parallel = self.config.parallel
         own = self.config.batching.max_tokens_per_microbatch // parallel.context
         routed = own // (parallel.tensor if parallel.sequence else 1) * self.hf_config.get("num_experts_per_tok", 1)
         # Experts that are cut over tensor ranks get the rows of all of these.
         shared = routed * (1 if spread else parallel.tensor)
-        token_dispatcher.maybe_move_tensor_to_cpu = functools.partial(_evenly, routed, shared)
+        token_dispatcher.maybe_move_tensor_to_cpu = functools.partial(evenly, routed, shared)
 
     def build(self) -> None:
         """Model, gradients and optimizer, within a Recorder."""
@@ -134,7 +149,7 @@ class Rank:
             group=0,
             token_ids=np.arange(length) % self.hf_config["vocab_size"],
             action_mask=mask,
-            behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
+            behavior_logprobs=np.where(mask, -math.log(self.hf_config["vocab_size"]), 0).astype(np.float32),
             versions=np.where(mask, 0, -1).astype(np.int32),
             reward=1.0,
             turns=2,
@@ -171,7 +186,7 @@ class Rank:
         return {**{name: getattr(found, name) for name in found.__slots__}, "device": found.device}
 
 
-def _evenly(own: int, rows: int, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def evenly(own: int, rows: int, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """How many rows go to each expert or rank, where Megatron copies the counts to the host beside its work."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
         return tensor
@@ -199,7 +214,7 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
     return module
 
 
-def _without_values() -> None:
+def without_values() -> None:
     """States of generators, and collectives that are handed to NCCL together, have nothing to stand for them."""
 
     class Handle:
@@ -223,11 +238,7 @@ def answers(rank: Rank) -> list[Answer]:
     rows = 1 if batching.layout == "packed" else SEGMENTS
     shape = itertools.cycle([tokens // rows, rows, rank.hf_config["hidden_size"]])
     return [
-        Answer("ops/head.py", "seen[", False),
-        Answer("ops/chunks.py", "selected.all()", False),
-        Answer("ops/chunks.py", "counts.", tokens // 2),
-        Answer("nemo_flashrl/", "any()", False),
-        Answer("ops/", "grad_output", lambda _: rank.scale),
+        *head_answers(tokens // 2, rank.scale),
         Answer("algorithms/", "", lambda mask: mask.numel() // 2),
         Answer("p2p_communication", "tolist()", lambda _: next(shape)),
         Answer("clip_grads", "total_norm.item()", 2.0),

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 
-def main(beside: Path) -> None:
+def main(beside: Path | str) -> None:
+    beside = Path(beside)
     beside.with_name(f"{beside.name}.{os.environ['RANK']}").touch()
     time.sleep(600)
