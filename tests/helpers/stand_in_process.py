@@ -62,6 +62,7 @@ def _serve(device: str) -> None:
     os.dup2(2, 1)  # what is printed here is for a person
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+    os._exit(0)  # taking down what Megatron and NeMo have made takes seconds
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         with os.fdopen(reading) as pipe:
             told.append(json.loads(pipe.read() or '{"error": "a fork ended without an answer"}'))
         os.waitpid(child, 0)
-    return next((answer for answer in told if "error" in answer), told[0])
+    errors = [answer["error"] for answer in told if "error" in answer]
+    return {"error": "\n".join(errors)} if errors else told[0]
 
 
 def _fork(worker: Any, request: dict[str, Any], rank: int, port: int) -> tuple[int, int]:
