@@ -48,8 +48,8 @@ class TokenBatch:
     context: ContextShare | None = None  # where other ranks hold further tokens of the same trajectories
     token_advantages: Tensor | None = None  # float32 [N], where a trajectory's turns have advantages of their own
 
-    def advantages_at(self, tokens: slice | Tensor) -> Tensor:
-        """The advantages [n] of the n tokens that a slice or a mask [N] chooses."""
+    def advantages_at(self, tokens: slice = slice(None)) -> Tensor:
+        """The advantages [n] of `batch[tokens]`."""
         return self.advantages[self.row[tokens]] if self.token_advantages is None else self.token_advantages[tokens]
 
 

@@ -41,6 +41,7 @@ from nemo_flashrl.algorithms.tokens import (
     counted_once,
     largest,
     mismatch_stats,
+    on_action_tokens,
     places_in_trajectory,
     scalar,
     trajectory_sums,
@@ -141,25 +142,22 @@ class FlashReinforce:
             ValueError: on an action token a log-prob > 0 or not finite; a ratio in use that overflows float32;
                 entropies missing or not finite where they are needed.
         """
-        check_logprobs("logprobs", logprobs, batch)
-        check_logprobs("behavior_logprobs", batch.behavior_logprobs, batch)
-        mask, row = batch.action_mask, batch.row[batch.action_mask]
-        current, sampled = logprobs[mask].double(), batch.behavior_logprobs[mask].double()
+        check_logprobs(batch, logprobs=logprobs, behavior_logprobs=batch.behavior_logprobs)
+        mask, row = batch.action_mask, batch.row
+        current, sampled = (on_action_tokens(values, batch) for values in (logprobs, batch.behavior_logprobs))
         difference = current - sampled
         extreme = difference.abs() > self.settings.ratio_guard
-        action_counts, divergence, num_extreme = trajectory_sums(
-            batch, torch.ones_like(current), _bernoulli_kl(sampled, current), extreme
-        )
+        action_counts, divergence, num_extreme = trajectory_sums(batch, mask, _bernoulli_kl(sampled, current), extreme)
         sequence_kl = (divergence / action_counts.clamp(min=1)).clamp(min=0).to(logprobs.dtype)
         guarded = num_extreme > 0
         admitted = (action_counts > 0) & ~guarded & (sequence_kl <= self.settings.delta)
-        admitted_tokens = admitted[row]
-        retained = admitted_tokens & self._filter(batch, row, action_counts.long())
+        admitted_tokens = mask & admitted[row]
+        retained = admitted_tokens & self._filter(batch, action_counts.long())
         if self.settings.importance_sampling and math.isinf(self.settings.ratio_clip):
-            used = retained & (batch.advantages_at(mask) * batch.token_weights[row] != 0)
+            used = retained & (batch.advantages_at() * batch.token_weights[row] != 0)
             check_ratios("the ratio to the behavior policy", difference, used, row)
-        ratio = difference[admitted_tokens].exp()
-        stats = mismatch_stats(difference) | {
+        ratio = torch.where(admitted_tokens, difference, -math.inf).exp()
+        stats = mismatch_stats(difference, batch) | {
             "rows": counted_once(batch, (action_counts > 0).sum()),
             "admitted": counted_once(batch, admitted.sum()),
             "guarded": counted_once(batch, guarded.sum()),
@@ -172,8 +170,7 @@ class FlashReinforce:
         if self.settings.importance_sampling and not math.isinf(self.settings.ratio_clip):
             outside = (difference.exp() - 1).abs() > self.settings.ratio_clip
             stats["clipped_tokens"] = scalar((retained & outside).sum())
-        keep = torch.zeros_like(mask).masked_scatter(mask, retained)
-        return Gate(keep, stats, {"sequence_kl": sequence_kl, "admitted": admitted, "guarded": guarded})
+        return Gate(retained, stats, {"sequence_kl": sequence_kl, "admitted": admitted, "guarded": guarded})
 
     def token_loss(self, logprobs: Tensor, batch: TokenBatch, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         """-w A rho logp and its derivative -w A rho, as the ratio is not differentiated; [n], 0 where not `keep`."""
@@ -187,10 +184,10 @@ class FlashReinforce:
         derivative = derivative.to(logprobs.dtype)
         return derivative * current, derivative
 
-    def _filter(self, batch: TokenBatch, row: Tensor, action_counts: Tensor) -> Tensor:
-        """bool [A]: False on the tokens of failed trajectories below the ceil(q T_i) highest entropies."""
+    def _filter(self, batch: TokenBatch, action_counts: Tensor) -> Tensor:
+        """bool [N]: False on the action tokens of failed trajectories below the ceil(q T_i) highest entropies."""
         if not self.needs_entropy:
-            return torch.ones_like(row, dtype=torch.bool)
+            return torch.ones_like(batch.action_mask)
         if batch.entropies is None:
             raise ValueError(
                 f"negative_token_fraction = {self.settings.negative_token_fraction} needs the tokens' entropies"
@@ -199,7 +196,7 @@ class FlashReinforce:
         # As a fraction: in floating point 0.28 * 25 = 7.000000000000001, whose ceiling is 8.
         fraction = Fraction(self.settings.negative_token_fraction).limit_denominator(10**9)
         limits = -((-fraction.numerator * action_counts) // fraction.denominator)
-        return ~batch.failures[row] | (places_in_trajectory(batch, batch.entropies) < limits[row])
+        return ~batch.failures[batch.row] | (places_in_trajectory(batch, batch.entropies) < limits[batch.row])
 
 
 def _bernoulli_kl(behavior_logprobs: Tensor, logprobs: Tensor) -> Tensor:

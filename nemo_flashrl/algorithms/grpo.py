@@ -28,6 +28,7 @@ from nemo_flashrl.algorithms.tokens import (
     counted_once,
     largest,
     mismatch_stats,
+    on_action_tokens,
     scalar,
     trajectory_sums,
     working_dtype,
@@ -116,16 +117,14 @@ class Grpo:
             ValueError: on an action token a log-prob > 0 or not finite, of either policy; a ratio that enters the loss
                 unclipped and overflows float32.
         """
-        check_logprobs("logprobs", logprobs, batch)
-        check_logprobs("behavior_logprobs", batch.behavior_logprobs, batch)
-        mask, row = batch.action_mask, batch.row[batch.action_mask]
-        current, advantages = logprobs[mask].double(), batch.advantages_at(mask).double()
-        difference = current - batch.behavior_logprobs[mask].double()
-        ratio = difference.exp()
+        check_logprobs(batch, logprobs=logprobs, behavior_logprobs=batch.behavior_logprobs)
+        mask, advantages = batch.action_mask, on_action_tokens(batch.advantages_at(), batch)
+        difference = on_action_tokens(logprobs, batch) - on_action_tokens(batch.behavior_logprobs, batch)
+        ratio = torch.where(mask, difference, -math.inf).exp()
         clipped = self._clipped(ratio, advantages)
-        check_ratios("the ratio to the behavior policy", difference, ~clipped & (advantages != 0), row)
-        stats = mismatch_stats(difference) | {
-            "rows": counted_once(batch, (trajectory_sums(batch, torch.ones_like(current)) > 0).sum()),
+        check_ratios("the ratio to the behavior policy", difference, ~clipped & (advantages != 0), batch.row)
+        stats = mismatch_stats(difference, batch) | {
+            "rows": counted_once(batch, (trajectory_sums(batch, mask) > 0).sum()),
             "retained_tokens": scalar(mask.sum()),
             "clipped_tokens": scalar(clipped.sum()),
             "ratio": scalar(ratio.sum()),

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from nemo_flashrl.algorithms.algorithm import Algorithm, Gate, TokenBatch
-from nemo_flashrl.algorithms.tokens import check_finite, check_logprobs, check_ratios, scalar
+from nemo_flashrl.algorithms.tokens import check_finite, check_logprobs, check_ratios, on_action_tokens, scalar
 
 ESTIMATORS = ("k3", "k1", "k2")
 
@@ -86,16 +86,16 @@ class WithKl:
         """
         if batch.reference_logprobs is None:
             raise ValueError(f"kl_coefficient = {batch.kl_coefficient} needs reference_logprobs")
-        check_logprobs("reference_logprobs", batch.reference_logprobs, batch)
+        check_logprobs(batch, reference_logprobs=batch.reference_logprobs)
         decided = self.algorithm.gate(logprobs, batch)
-        mask = batch.action_mask
-        current, reference = logprobs[mask].double(), batch.reference_logprobs[mask].double()
+        current, reference = (on_action_tokens(values, batch) for values in (logprobs, batch.reference_logprobs))
         if self.estimator == "k3" and batch.kl_coefficient > 0:
-            check_ratios("the ratio of the reference", reference - current, decided.keep[mask], batch.row[mask])
+            check_ratios("the ratio of the reference", reference - current, decided.keep, batch.row)
+        # Where both are 0, every estimate is.
         stats = {"kl": scalar(kl_estimate(self.estimator, current, reference)[0].sum())}
         if batch.entropies is not None:
             check_finite("entropies", batch.entropies, batch)
-            stats["entropy"] = scalar(batch.entropies[mask].double().sum())
+            stats["entropy"] = scalar(on_action_tokens(batch.entropies, batch).sum())
         return replace(decided, stats=stats | decided.stats)
 
     def token_loss(self, logprobs: Tensor, batch: TokenBatch, keep: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """What algorithms share: refusals of impossible input, and sums over the tokens of a trajectory.
 
-Legend as in `algorithm.py`; A = action tokens of one microbatch.
+Legend as in `algorithm.py`. Tokens are left out by a value that counts nothing, not by a mask as an index: the host
+would wait for the GPU to learn how many there are.
 """
 
 from __future__ import annotations
@@ -50,24 +51,36 @@ def check_finite(name: str, values: Tensor, batch: TokenBatch) -> None:
         raise ValueError(f"{name} must be finite on action tokens; {_offenders(bad, values, batch.row)}")
 
 
-def check_logprobs(name: str, logprobs: Tensor, batch: TokenBatch) -> None:
-    """Refuse a log-prob [N] that is above 0, by more than rounding, or not finite on an action token."""
-    bad = batch.action_mask & ~(torch.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE))
-    if bad.any():
+def check_logprobs(batch: TokenBatch, **logprobs: Tensor) -> None:
+    """Refuse a log-prob [N] that is above 0, by more than rounding, or not finite on an action token.
+
+    All that are given are looked at together, as the host waits for a look.
+    """
+    bad = {
+        name: batch.action_mask & ~(torch.isfinite(values) & (values <= LOGPROB_TOLERANCE))
+        for name, values in logprobs.items()
+    }
+    if torch.stack(list(bad.values())).any():
+        name = next(name for name in bad if bad[name].any())
         raise ValueError(
-            f"{name} must be finite and at most 0 on action tokens; {_offenders(bad, logprobs, batch.row)}"
+            f"{name} must be finite and at most 0 on action tokens; {_offenders(bad[name], logprobs[name], batch.row)}"
         )
 
 
 def check_ratios(name: str, difference: Tensor, used: Tensor, row: Tensor) -> None:
-    """Refuse exp(difference) [A], called `name`, that overflows float32 on a token where it is `used` (bool [A])."""
+    """Refuse exp(difference) [N], called `name`, that overflows float32 on a token where it is `used` (bool [N])."""
     bad = used & (difference > math.log(LARGEST_RATIO))
     if bad.any():
         raise ValueError(f"{name} overflows float32; logarithms: {_offenders(bad, difference, row)}")
 
 
+def on_action_tokens(values: Tensor, batch: TokenBatch) -> Tensor:
+    """`values` [N] in float64, 0 where nothing was sampled, whatever is there."""
+    return torch.where(batch.action_mask, values, 0).double()
+
+
 def row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
-    """Sum `values` [A] over the tokens of each row, float64 [rows].
+    """Sum `values` [N] over the tokens of each row, float64 [rows].
 
     float64 because index_add on a GPU adds in any order: rounded back to float32, the result is the same every run.
     """
@@ -75,9 +88,8 @@ def row_sum(values: Tensor, row: Tensor, rows: int) -> Tensor:
 
 
 def trajectory_sums(batch: TokenBatch, *values: Tensor) -> Tensor:
-    """Each of `values` [A] summed over all tokens of each trajectory: float64 [len(values), R], equal on all ranks."""
-    row, rows = batch.row[batch.action_mask], len(batch.advantages)
-    sums = torch.stack([row_sum(value, row, rows) for value in values])
+    """Each of `values` [N] summed over all tokens of each trajectory: float64 [len(values), R], equal on all ranks."""
+    sums = torch.stack([row_sum(value, batch.row, len(batch.advantages)) for value in values])
     if batch.context is not None:
         dist.all_reduce(sums, group=batch.context.group)
     return sums
@@ -90,35 +102,36 @@ def counted_once(batch: TokenBatch, value: Tensor) -> Tensor:
 
 
 def places_in_trajectory(batch: TokenBatch, values: Tensor) -> Tensor:
-    """int64 [A]: the place of each action token in its trajectory by descending `values` [N]; of equals the earlier."""
-    mask, row = batch.action_mask, batch.row
-    parts, own, position = [torch.stack([values.double(), mask.double()])], 0, None
+    """int64 [N]: the place of each action token in its trajectory by descending `values` [N]; of equals the earlier.
+
+    What was not sampled has places of its own, as if of one more trajectory.
+    """
+    row = torch.where(batch.action_mask, batch.row, len(batch.advantages))
+    parts, own, position = [torch.stack([values.double(), row.double()])], 0, None
     if batch.context is not None:
         group = batch.context.group
         mine = torch.cat([parts[0], batch.context.position.double()[None]])
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, mine, group=group)
         own, position = dist.get_rank(group), torch.cat([part[2] for part in parts])
-    table = torch.cat(parts, 1)
-    present = table[1] > 0
-    scores, rows = table[0, present], row.repeat(len(parts))[present]
+    scores, rows, *_ = torch.cat(parts, 1)
+    rows = rows.long()
     # Stable sorts: by position, by value, by row. Without a group, tokens are in the order of their positions already.
-    order = torch.arange(len(rows), device=row.device) if position is None else position[present].argsort(stable=True)
+    order = torch.arange(len(rows), device=row.device) if position is None else position.argsort(stable=True)
     order = order[torch.sort(scores[order], descending=True, stable=True).indices]
     order = order[torch.sort(rows[order], stable=True).indices]
-    counts = torch.bincount(rows, minlength=len(batch.advantages))
+    counts = rows.new_zeros(len(batch.advantages) + 1).index_add_(0, rows, torch.ones_like(rows))
     starts = counts.cumsum(0) - counts
     places = torch.empty_like(rows)
     places[order] = torch.arange(len(rows), device=row.device) - starts[rows[order]]
-    everywhere = torch.zeros_like(present, dtype=torch.int64).masked_scatter(present, places)
-    return everywhere.view(len(parts), -1)[own][mask]
+    return places.view(len(parts), -1)[own]
 
 
-def mismatch_stats(difference: Tensor) -> dict[str, Tensor]:
-    """How far trainer and sampler disagree, from their log-prob differences [A]: sums, and `*_max`."""
+def mismatch_stats(difference: Tensor, batch: TokenBatch) -> dict[str, Tensor]:
+    """How far trainer and sampler disagree, from their log-prob differences [N], 0 elsewhere: sums, and `*_max`."""
     distance = difference.abs()
     return {
-        "policy_tokens": scalar(torch.ones_like(distance).sum()),
+        "policy_tokens": scalar(batch.action_mask.sum()),
         "logprob_difference": scalar(distance.sum()),
         "logprob_difference_max": largest(distance),
         "extreme_tokens": scalar((distance > EXTREME_NATS).sum()),

@@ -192,15 +192,24 @@ def _layer_at_work(shape: ModelShape, layout: Layout, stage: int, tokens: int) -
 
     Of experts F is k times as wide, and H the rows that they get, k H / t'; spread ones hold these four times in the
     forward pass: sent, received, and both again in the order of the experts. The last norm is gone by then.
+
+    An adapter beside the second layer has a gradient of its input as wide as the layer's own. Beside the first it needs
+    most in the forward pass, which full recomputation repeats there: 6 F / t of outputs, the layer's, the adapter's and
+    that scaled, and the norm's, H / t', when nothing of what the activation keeps, 3 F / t, is there.
     """
     e, t = layout.element, layout.tensor
     shards = t if layout.sequence else 1
+    adapted = layout.lora_targets if layout.lora_rank else ()
     outer, wide, gathered = shape.hidden // shards, shape.ffn // t, shape.hidden * (shards > 1)
     second, first = gathered + wide, gathered + shape.hidden + outer * (shards > 1) - wide
     if shape.experts:
         wide, rows = wide * shape.experts_per_token, _expert_rows(shape, layout)
         second, first = max(rows + wide, 4 * rows * (layout.expert > 1)), 2 * rows - wide
+    if "linear_fc2" in adapted:
+        second += wide
     width = (2 if layout.pipeline > 1 else 1) * outer + max(second, 2 * wide, first)
+    if "linear_fc1" in adapted:
+        width = max(width, (layout.recompute == "full") * outer + 3 * wide + outer * (shards > 1))
     work = tokens * e * width
     if stage == layout.pipeline - 1:
         work -= tokens * (e * outer * (1 if layout.fused_kernels or layout.lora_rank else 2) + FLOAT // shards)

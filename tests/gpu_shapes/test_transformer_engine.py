@@ -14,6 +14,15 @@ def test_adapters_have_the_gradients_that_they_have_beside_local_layers(stand_in
     assert found["worst"][1] < 1e-4, found["worst"]
 
 
+def test_packed_rows_over_two_context_ranks_are_those_of_one(stand_in: StandInProcess) -> None:
+    """Log-probs and gradients of transformers in float64; keys left in the order of the ranks would show."""
+    for family, found in stand_in.run("te_context", ranks=2).items():
+        assert found["right"]["logprobs"] < 1e-5, family
+        assert found["right"]["gradients"][0] < 1e-5, (family, found["right"]["gradients"])
+        wrong = found["in the order of ranks"]
+        assert wrong["logprobs"] > 0.1 and wrong["gradients"][0] > 0.1, family
+
+
 @pytest.fixture(scope="module")
 def families(stand_in: StandInProcess) -> dict:
     return stand_in.run("te_families")

@@ -20,12 +20,8 @@ HOST_SYNCS = {
     ("megatron/core/pipeline_parallel/p2p_communication.py", "shape_tensor = torch.tensor("): (0, 2),
     ("nemo/lightning/megatron_parallel.py", "reduced = torch.tensor(0.0"): (1, 0),  # where there is no loss
     ("nemo_flashrl/data/datamodule.py", "value.to(device)"): (0, 12),  # before the first of them runs
-    ("nemo_flashrl/algorithms/algorithm.py", "self.advantages[self.row[tokens]]"): (0, 1),
-    ("nemo_flashrl/algorithms/flash_reinforce.py", "batch.row[batch.action_mask]"): (0, 1),
-    ("nemo_flashrl/algorithms/flash_reinforce.py", "logprobs[mask].double()"): (0, 2),
-    ("nemo_flashrl/algorithms/flash_reinforce.py", "difference[admitted_tokens]"): (0, 1),
-    ("nemo_flashrl/algorithms/tokens.py", "if bad.any()"): (0, 3),
-    ("nemo_flashrl/algorithms/tokens.py", "batch.row[batch.action_mask]"): (0, 1),
+    ("nemo_flashrl/algorithms/tokens.py", "if torch.stack(list(bad.values())).any()"): (0, 1),
+    ("nemo_flashrl/algorithms/tokens.py", "if bad.any()"): (0, 2),  # ratios, and entropies where there are some
 }
 HEAD = "nemo_flashrl/ops/"
 

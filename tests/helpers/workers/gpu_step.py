@@ -70,7 +70,8 @@ class Rank:
     def __init__(self, experiment: str, overrides: list[str], stage: int, layers: int, joined: bool = False) -> None:
         self.config = config.load(experiment, overrides, unneeded=("output", "model.path"))
         self.hf_config = {"rms_norm_eps": 1e-5, **self.config.model.hf_config, "num_hidden_layers": layers}
-        self.algorithm = algorithms.load(self.config.algorithm.name)()
+        algorithm = algorithms.load(self.config.algorithm.name)
+        self.algorithm = algorithm(config.settings_of(algorithm, self.config.algorithm.settings, "algorithm"))
         self.world = self.config.cluster.nodes * self.config.cluster.gpus_per_node
         if not joined:
             self.join(stage)
@@ -239,14 +240,26 @@ def answers(rank: Rank) -> list[Answer]:
     shape = itertools.cycle([tokens // rows, rows, rank.hf_config["hidden_size"]])
     return [
         *head_answers(tokens // 2, rank.scale),
-        Answer("algorithms/", "", lambda mask: mask.numel() // 2),
         Answer("p2p_communication", "tolist()", lambda _: next(shape)),
         Answer("clip_grads", "total_norm.item()", 2.0),
         Answer("rerun_state_machine", "if result_rejected", False),
         Answer("models/scoring", "", lambda mask: mask.numel() // 2),
         Answer("kl_penalty", "", lambda mask: mask.numel() // 2 if mask.dtype == torch.bool else 0.0),
         Answer("shadow_weights", "tolist()", 1.0),
+        Answer("hybrid_optimizer", "cpu_optimizer.step", 1.0),  # how often it has been called
     ]
+
+
+def on_the_host(rank: Rank) -> int:
+    """Bytes of weights, gradients and state in the part of the optimizer that is offloaded."""
+    held: dict[int, torch.Tensor] = {}
+    for optimizer in (one.optimizer for one in rank.optimizer.mcore_optimizer.chained_optimizers):
+        for part in getattr(optimizer, "cpu_optimizers", ()):
+            for parameter in (p for group in part.param_groups for p in group["params"]):
+                state = (part.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))
+                held |= {id(tensor): tensor for tensor in (parameter, parameter.grad, *state)}
+    assert all(tensor.device.type == "cpu" for tensor in held.values())
+    return sum(tensor.nbytes for tensor in held.values())
 
 
 def around(rank: Rank, recorder: Recorder, step: RankStep) -> dict[str, list[int]]:
@@ -320,6 +333,7 @@ def main(
         "experts": [type(m).__name__ for m in rank.model.modules() if type(m).__name__.endswith("GroupedMLP")],
         "layers_with_experts": layers if rank.model.config.num_moe_experts else 0,
         "metadata": rank.trainer.strategy.sharded_state_dict_metadata,
+        "host_optimizer": on_the_host(rank),
         "parameters": sum(p.numel() for p in rank.model.parameters()),
         "plan": rank.planned(count),
         "syncs": syncs,

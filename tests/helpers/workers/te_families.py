@@ -66,8 +66,9 @@ def compared(family: str, folder: Path) -> dict:
     return found
 
 
-def model_of(folder: Path, in_engine: bool) -> PolicyModel:
+def model_of(folder: Path, in_engine: bool, context: int = 1) -> PolicyModel:
     config = nemo_config(folder, context_length=64)
+    config.context_parallel_size = context
     if in_engine:  # as on a GPU
         config.transformer_layer_spec = base.transformer_engine_layer_spec
         config.moe_grouped_gemm = config.moe_permute_fusion = bool(config.num_moe_experts)

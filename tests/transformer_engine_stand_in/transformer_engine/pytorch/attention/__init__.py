@@ -37,6 +37,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.num_gqa_groups_per_partition = (num_gqa_groups or num_attention_heads) // self.tp_size
         self.hidden_size_per_attention_head = kv_channels
         self.cp_group, self.softmax_scale, self.attention_dropout = cp_group, softmax_scale, attention_dropout
+        self.register_load_state_dict_post_hook(_without_extra_state)
 
     def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
         self.cp_group = cp_group
@@ -89,6 +90,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         rows = [tensor.unbind(1) for tensor in qkv]
         out = [_segments(row, [len(row[0])], self.cp_group, self.softmax_scale) for row in zip(*rows, strict=True)]
         return torch.stack(out, 1).flatten(2)
+
+
+def _without_extra_state(module, incompatible_keys):
+    """Megatron's distributed checkpoints leave it out, and Transformer Engine does not miss it."""
+    missing = incompatible_keys.missing_keys
+    missing[:] = [key for key in missing if "core_attention._extra_state" not in key]
 
 
 def _check_packed(qkv, attn_mask_type, bounds, context, pad_between_seqs):
