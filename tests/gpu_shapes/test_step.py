@@ -18,7 +18,6 @@ CASES = {  # experiment, pipeline stage, layers, overrides
     "8b padded": ("llama3_8b_32k", 0, 2, ["batching.layout=padded"]),
     "8b context": ("llama3_8b_32k", 0, 2, ["parallel.context=2"]),
     "8b lora": ("llama3_8b_32k", 0, 2, ["lora.rank=16"]),
-    "8b lora kept": ("llama3_8b_32k", 0, 2, ["lora.rank=16", "model.recompute=none"]),
     "8b grpo": ("llama3_8b_32k", 0, 2, ["algorithm=grpo"]),
     "8b ungated": ("llama3_8b_32k", 0, 2, ["algorithm.settings.delta=inf", "+algorithm.settings.ratio_guard=inf"]),
     "8b one gpu": ("llama3_8b_32k_one_gpu", 0, 2, []),
