@@ -11,6 +11,7 @@ nothing failed, 1 where something did, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import warnings
@@ -21,10 +22,16 @@ FOLDER = Path(__file__).resolve().parent
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer cases")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes")
     parser.add_argument("--fake", action="store_true", help="rehearse on fake CUDA")
     parser.add_argument("--report", default="gpu_check.json", help="where the JSON goes (default: %(default)s)")
     options, others = parser.parse_known_args()
+    missing = [name for name in ("torch", "pytest") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"{sys.executable} has no {' and no '.join(missing)}: start it with the trainer's Python", file=sys.stderr
+        )
+        return 2
     if not options.fake and not has_gpu():
         print(
             "no CUDA device is here; --fake (make gpu-check FAKE=1) rehearses the checks without one", file=sys.stderr

@@ -22,7 +22,7 @@ from gpu_checks import Check, Gpu, Report  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="smaller sizes and fewer cases")
+    parser.addoption("--quick", action="store_true", help="smaller sizes")
     parser.addoption("--fake", action="store_true", help="on fake CUDA: no values, no times")
     parser.addoption("--report", help="JSON file to write")
 
