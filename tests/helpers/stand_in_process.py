@@ -2,6 +2,8 @@
 
     python stand_in_process.py cpu|cuda < requests
 
+With the interpreter of `make gpu-env` it is Transformer Engine itself, whose layers hold weights on a CPU.
+
 Megatron and NeMo look for both when they are imported, which in the process of the tests was long ago; importing them
 once for all cases is what takes the time.
 """
@@ -25,10 +27,11 @@ STAND_IN = HELPERS.parent / "transformer_engine_stand_in"
 class StandInProcess:
     """`run("x", ...)` calls `main(...)` of workers/x.py there, in forks that have imported what the module imports."""
 
-    def __init__(self, device: str) -> None:
-        path = os.pathsep.join([str(STAND_IN), str(HELPERS), os.environ.get("PYTHONPATH", "")])
+    def __init__(self, device: str, *, engine_python: Path | None = None) -> None:
+        own = [] if engine_python else [str(STAND_IN)]
+        path = os.pathsep.join([*own, str(HELPERS), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, device],
+            [engine_python or sys.executable, "-W", "ignore", __file__, device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
