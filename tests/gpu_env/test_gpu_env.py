@@ -48,7 +48,7 @@ def test_all_modules_import_beside_transformer_engine_and_configurations_load(tm
         (["plan", "llama3_8b_32k"], "H800"),
         (["doctor", "nowhere"], "nowhere"),
     ],
-    ids=" ".join,
+    ids=["help", "plan", "doctor"],
 )
 def test_commands(tmp_path: Path, command: list[str], says: str) -> None:
     done = gpu_env.run("flashrl", *command, folder=tmp_path)
@@ -89,7 +89,7 @@ def test_weights_go_into_its_layers_and_back_bit_for_bit(family: str, families: 
 
 def test_the_heads_kernels_in_tritons_interpreter(tmp_path: Path) -> None:
     test = TESTS / "ops" / "test_policy_head_kernels.py"
-    options = ["-q", "--noconftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-W", "ignore", str(test)]
+    options = ["--noconftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-W", "ignore", str(test)]
     done = gpu_env.run("python", "-m", "pytest", *options, folder=tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     assert " passed" in done.stdout and "skipped" not in done.stdout
