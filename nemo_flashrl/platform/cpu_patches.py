@@ -66,6 +66,10 @@ def _eager(function: Callable | None = None, **options: Any) -> Callable:
     return function or _eager
 
 
+def _compile_nothing(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("nothing is compiled for a GPU where there is none")
+
+
 class _NoStream:
     """Stands for a stream or an event: there is one queue, and it is in order."""
 
@@ -82,6 +86,8 @@ class _NoStream:
 
 
 def torch_patches() -> list[Patch]:
+    from torch.utils import cpp_extension
+
     cpu = torch.device("cpu")
     factories = (
         "tensor zeros ones empty full arange rand randn randint as_tensor zeros_like ones_like empty_like full_like"
@@ -95,6 +101,13 @@ def torch_patches() -> list[Patch]:
         Patch(torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron.core.utils, schedules: Tensor.cuda()"),
         Patch(torch.nn.Parameter, "type", _gpu_type_name, "megatron.core.optimizer 0.15, 0.16: refuses other names"),
         Patch(torch, "compile", _eager, "megatron.core.jit: imports the compiler, for fusions that a CPU does not use"),
+        Patch(
+            cpp_extension,
+            "load_inline",
+            _compile_nothing,
+            "megatron.core.inference.unified_memory 0.15: compiles CUDA code when imported, which beside nvcc and "
+            "without a GPU ends in an IndexError of torch's that it does not expect",
+        ),
         Patch(torch.nn.Module, "cuda", lambda self, *a, **k: self, "nemo megatron_parallel.init_model_parallel"),
     ]
     calls: dict[str, tuple[Any, str]] = {

@@ -50,6 +50,7 @@ ELSEWHERE = {  # command -> why it is not run here, and the file of the test tha
         "a GPU",
         "tests/gpu_shapes/test_gpu_check.py",
     ),
+    r"make gpu-env": ("compiles Transformer Engine", "tests/gpu_env/test_gpu_env.py"),
     r"make rehearsal ARGS=": ("minutes", "tests/rehearsal/test_rehearsal.py"),
     r"flashrl rehearse": ("minutes", "tests/rehearsal/test_rehearsal.py"),
     r"torchrun": ("eight processes", "tests/rehearsal/test_rehearsal.py"),

@@ -2,6 +2,8 @@
 
     python stand_in_process.py cpu|cuda|gpu [WORKER] < requests
 
+With the interpreter of `make gpu-env` it is Transformer Engine itself, whose layers hold weights on a CPU.
+
 Megatron and NeMo look for both when they are imported, which in the process of the tests was long ago; importing them
 once for all cases is what takes the time. `cuda` is fake CUDA. `gpu` is a real one with the real Transformer Engine:
 nothing can be forked from a process that has seen it, so it answers itself, once. WORKER is imported at once.
@@ -34,15 +36,15 @@ ENVIRONMENT = {  # as conf/cluster has it
 class StandInProcess:
     """`run("x", ...)` calls `main(...)` of workers/x.py there, in forks that have imported what the module imports."""
 
-    def __init__(self, device: str, *first: str) -> None:
-        self._device, self._first = device, first
+    def __init__(self, device: str, *first: str, engine_python: Path | None = None) -> None:
+        self._device, self._first, self._python = device, first, engine_python
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen:
-        stand_in = [] if self._device == "gpu" else [str(STAND_IN)]
+        stand_in = [] if self._device == "gpu" or self._python else [str(STAND_IN)]
         path = [*stand_in, str(HELPERS), str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         return subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, self._device, *self._first],
+            [self._python or sys.executable, "-W", "ignore", __file__, self._device, *self._first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -117,3 +117,17 @@ def test_it_rehearses_an_experiment_in_an_empty_folder(
     assert (out / "run" / "checkpoint" / "model.safetensors").is_file()
     assert main([*command, str(out)]) == 2  # never overwritten
     assert "exists" in capsys.readouterr().err
+
+
+def test_the_locks_of_both_pythons_hold_the_same_versions() -> None:
+    first, second = (
+        dict(
+            line.split("==")
+            for line in (ROOT / f"requirements-cpu{python}.lock").read_text().splitlines()
+            if "==" in line
+        )
+        for python in ("", "-3.12")
+    )
+    assert first.pop("torch") == second.pop("torch") + "+cpu"
+    assert second.pop("setuptools")  # which an environment of 3.11 is made with
+    assert first == second

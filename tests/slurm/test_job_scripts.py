@@ -116,7 +116,7 @@ def tracked(*patterns: str) -> list[str]:
 LINTERS = {
     "shellcheck": ["-x", *tracked("examples/slurm/*", "docker/*.sh", "tests/slurm/*.sh", ".ci/run")],
     "hadolint": tracked("docker/Dockerfile*"),
-    "yamllint": ["--strict", "conf"],
+    "yamllint": ["--strict", "conf", *tracked(".github/workflows/*.yml")],
 }
 
 

@@ -9,6 +9,7 @@ CROSSING = {
     "benchmarks",  # the programs of benchmarks/
     "docs",  # pages, the commands in them, examples
     "gpu",  # skipped without one
+    "gpu_env",  # Transformer Engine itself on a CPU; skipped without the environment of `make gpu-env`
     "gpu_shapes",  # a GPU's training step on tensors without values
     "package",  # imports, public names, plugins, recipes, wheel
     "real_weights",  # of published models, and their tokenizers; skipped where `make models` has not installed them

@@ -54,7 +54,7 @@ def in_order_of_ranks(length: int, size: int) -> torch.Tensor:
 
 def of_ranks(folder: Path, row: dict, logprobs: torch.Tensor, gradients: dict) -> dict:
     """This rank's share of the row through the model; log-probs where they are held, gradients summed over ranks."""
-    model = model_of(folder, in_engine=True, context=2)
+    model = model_of(folder, in_engine=True, context_parallel_size=2)
     share = context_share(row, parallel_state.get_context_parallel_rank(), 2)
     held = model.score_step(share)
     (held * share["weights"]).sum().backward()

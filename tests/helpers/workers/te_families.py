@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -66,9 +67,11 @@ def compared(family: str, folder: Path) -> dict:
     return found
 
 
-def model_of(folder: Path, in_engine: bool, context: int = 1) -> PolicyModel:
-    config = nemo_config(folder, context_length=64)
-    config.context_parallel_size = context
+def model_of(folder: Path, in_engine: bool, *, tensor: int = 1, **fields: Any) -> PolicyModel:
+    """`fields` are of Megatron's configuration."""
+    config = nemo_config(folder, context_length=64, tensor_parallel=tensor)
+    for name, value in {"tensor_model_parallel_size": tensor, **fields}.items():
+        setattr(config, name, value)
     if in_engine:  # as on a GPU
         config.transformer_layer_spec = base.transformer_engine_layer_spec
         config.moe_grouped_gemm = config.moe_permute_fusion = bool(config.num_moe_experts)
