@@ -63,6 +63,8 @@ class EvaluationCallback(pl.Callback):
         if self.driver is None:
             return {}
         trajectories = self.driver.use(self.play)
+        if trajectories is None:  # the run was asked to stop
+            return {}
         metrics = {
             f"{name}_success": success_rate(trajectories),
             f"{name}_reward": sum(t.reward for t in trajectories) / len(trajectories),

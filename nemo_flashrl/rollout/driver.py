@@ -12,12 +12,13 @@ What fails there, whenever it does, comes out of the trainer's next call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +38,7 @@ from nemo_flashrl.weight_sync.probe import Probe
 T = TypeVar("T")
 Named = tuple[str, Tensor]
 CLOSE_SECONDS = 5.0  # for the environments of the episodes in flight, and as long for the engine
-STOP_SECONDS = 5.0  # for the loop to end a `collect` that was asked to stop; then something holds its thread
+STOP_SECONDS = 5.0  # for what runs on the loop to end by itself, once the run was asked to stop
 _LOOK_SECONDS = 0.5  # between two looks whether that was asked: a signal handler may take no lock to say so
 
 
@@ -67,6 +68,7 @@ class RolloutDriver:
         self._broken.add_done_callback(lambda _: self._handover.stop())
         self._closed = self._held = False  # held: something keeps the loop's thread for itself
         self._asked_to_stop: float | None = None  # when, on the monotonic clock
+        self._stoppable: Future[Any] = Future()  # the last of those that a stop ends
         self._state = collector.state_dict()  # of the last finished batch, for when the loop cannot be asked
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._thread.start()
@@ -116,9 +118,10 @@ class RolloutDriver:
         self._in_training = batch
         return batch
 
-    def use(self, play: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """What `play` answers, run on the loop with the engine, beside whatever else is in flight."""
-        return self._call(play(self.engine))
+    def use(self, play: Callable[[Engine], Coroutine[Any, Any, T]]) -> T | None:
+        """What `play` answers, run on the loop with the engine, beside whatever else is in flight; None if stopped."""
+        with contextlib.suppress(CancelledError):
+            return self._result(self._begin_stoppable(play(self.engine)))
 
     def faults(self) -> dict[str, float]:
         """Metrics of faults in the engine since the last call that were recovered from."""
@@ -131,11 +134,22 @@ class RolloutDriver:
     def stop_collecting(self) -> None:
         """Let `collect` raise CollectionStopped, from now on; may be called in a signal handler.
 
-        At once, or after `STOP_SECONDS` where an environment blocks the loop's thread.
+        At once, or after `STOP_SECONDS` where an environment blocks the loop's thread. `use` and `load_weights` end by
+        then as well: the run ends with this step, and servers that are gone with the job would be waited for.
         """
         self._asked_to_stop = self._asked_to_stop or time.monotonic()
         if not self._closed:
             self._loop.call_soon_threadsafe(self.collector.stop)
+            self._stop_soon()
+
+    def _begin_stoppable(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        future = self._stoppable = self._begin(coroutine)
+        if self._asked_to_stop is not None:
+            self._stop_soon()
+        return future
+
+    def _stop_soon(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.call_later, STOP_SECONDS, lambda: self._stoppable.cancel())
 
     def trained(self) -> None:
         """The step on the batch that `collect` returned last is done; with its last use, its prompts are too."""
@@ -168,17 +182,18 @@ class RolloutDriver:
         self._state = self._call(_soon(self.collector.state_dict))
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Serve new weights; on an error the old ones stay.
+        """Serve new weights; on an error the old ones stay. Returns early where the run was asked to stop.
 
         `stream` is walked in the caller's thread, where its collectives belong, and no further than the engine asks.
         """
         self._handover = handover = Handover(getattr(stream, "probe", None))
-        loading = self._begin(self.engine.load_weights(handover, version))
+        loading = self._begin_stoppable(self.engine.load_weights(handover, version))
         loading.add_done_callback(lambda _: handover.stop())
         if self._broken.done():
             handover.stop()
         handover.feed(stream)
-        self._result(loading)
+        with contextlib.suppress(CancelledError):
+            self._result(loading)
 
     def close(self) -> None:
         """End episodes in flight, free the engine, end the thread; returns in seconds, whatever hangs."""
@@ -258,6 +273,7 @@ class Handover:
         try:
             while self._wanted.get():
                 self._given.put(next(source, None))
+            self._given.put(RuntimeError("no more is wanted"))  # a receiver that was cancelled may wait in its thread
         except BaseException as error:  # Ctrl-C too: the receiver must not wait for what will not come
             self._given.put(error)
             raise

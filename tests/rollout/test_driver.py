@@ -234,6 +234,49 @@ def test_a_stream_or_an_engine_that_breaks_off(start) -> None:
     assert engine.version == 1
 
 
+@pytest.mark.parametrize("asked", ["before", "meanwhile"])
+def test_a_stop_ends_what_waits_for_servers(start, monkeypatch, asked: str) -> None:
+    """A weight sync and an evaluation: neither fails, and the rest of the stream is left to the caller."""
+    monkeypatch.setattr("nemo_flashrl.rollout.driver.STOP_SECONDS", 0.05)
+    engine = ScriptedEngine(GET)
+
+    async def waits(stream: Any, version: int) -> None:
+        next(iter(stream))
+        await asyncio.sleep(DEADLINE)
+
+    engine.load_weights = waits
+    driver = start(engine)
+    if asked == "before":
+        driver.stop_collecting()
+    else:
+        threading.Timer(0.2, driver.stop_collecting).start()
+    started, stream = time.monotonic(), iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+    driver.load_weights(stream, 1)
+    assert driver.use(lambda engine: asyncio.sleep(DEADLINE)) is None
+    assert time.monotonic() - started < DEADLINE / 2
+    assert next(stream)[0] == "b"
+    with pytest.raises(CollectionStopped):
+        driver.collect(0)
+
+
+def test_a_cancelled_load_leaves_no_thread_waiting(start, monkeypatch) -> None:
+    """The loader's thread asks for a tensor that will not come."""
+    monkeypatch.setattr("nemo_flashrl.rollout.driver.STOP_SECONDS", 0.05)
+    engine, told = ScriptedEngine(GET), threading.Event()
+
+    def walk(stream: Any) -> None:
+        with pytest.raises(RuntimeError, match="no more is wanted"):
+            for _ in stream:
+                told.wait(1)  # beyond the stop
+        told.set()
+
+    engine.load_weights = lambda stream, version: asyncio.to_thread(walk, stream)
+    driver = start(engine)
+    driver.stop_collecting()
+    driver.load_weights((("a", torch.zeros(1)) for _ in range(9)), 1)
+    assert told.wait(DEADLINE)
+
+
 class ByMistake(ScriptedEngine):
     """Fails after some requests."""
 

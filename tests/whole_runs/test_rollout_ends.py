@@ -59,6 +59,15 @@ def test_sigterm_while_the_trainer_waits_for_a_batch(warm_start: Path, tmp_path:
     assert set(range(17, 25)) <= closed(tmp_path)
 
 
+def test_sigterm_in_a_held_out_evaluation(warm_start: Path, tmp_path: Path) -> None:
+    """The step that it follows is saved, whatever the evaluation waits for."""
+    evaluated = ("environment.settings.sound=8", "evaluation.every_steps=1", "evaluation.tasks=8")
+    said = train(tmp_path, warm_start, *evaluated, strike=signal.SIGTERM, exit_codes=(EXIT_PREEMPTED,))
+    assert "stopped by SIGTERM after step 1 of 6" in said
+    assert list(complete_checkpoints(tmp_path / "run" / "checkpoints")) == [1]
+    assert "evaluation_success" not in read_metrics(tmp_path / "run" / "metrics.jsonl")[0]
+
+
 def test_sigterm_while_an_environment_blocks_the_event_loop(warm_start: Path, tmp_path: Path) -> None:
     """For days: what it holds is left behind, and the run ends as if it had answered."""
     said = train(
