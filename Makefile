@@ -53,8 +53,8 @@ test: setup rollout-venv lint
 	-@$(MAKE) --no-print-directory models
 	$(BIN)/pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
-# One JSON, gpu_check.json, within 8 minutes on one H200, within 3 with QUICK=1. With this checkout's environment, or the
-# machine's own Python where there is none: a container has the packages that a GPU needs. FAKE=1 rehearses it on a CPU.
+# One JSON, gpu_check.json; ended after 8 minutes, after 3 with QUICK=1. With this checkout's environment, or the machine's
+# own Python where there is none: a container has the packages that a GPU needs. FAKE=1 rehearses it on a CPU.
 gpu-check: $(if $(FAKE),setup)
 	$(or $(wildcard $(BIN)/python),python3) tests/gpu/check.py $(if $(QUICK),--quick) $(if $(FAKE),--fake) $(ARGS)
 
@@ -85,7 +85,7 @@ rollout-venv:
 ifeq ($(shell uname -sm) $(LOCK)$(filter none,$(ROLLOUT_VENV)),Linux x86_64 requirements-cpu.lock)
 rollout-venv: $(ROLLOUT_VENV)/.ready
 else
-	@echo "no vLLM here, which takes Linux x86-64 and Python 3.11: tests against a real server will be skipped"
+	@echo "no vLLM here (it takes Linux x86-64, Python 3.11, and another ROLLOUT_VENV than none): tests against a real server will be skipped"
 endif
 
 $(ROLLOUT_VENV)/.ready: requirements-rollout-cpu.lock setup.cfg pyproject.toml

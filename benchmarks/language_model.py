@@ -36,7 +36,6 @@ LONGER = "environment.settings.operations=6 rollout.max_turns=6 rollout.batch_si
 TASKS = {  # over demo.yaml and SHARED
     "demo": "",
     "demo_1e5": "optimizer.learning_rate=1.0e-5",  # as demo.yaml has it
-    "demo_4slots": "rollout.max_in_flight=4",  # fresher trajectories in async: sampling is the quicker half here
     "longer": f"{LONGER} trainer.steps=8 evaluation.every_steps=4 evaluation.tasks=64",
     "short": "trainer.steps=3 evaluation.every_steps=0",  # for the log-probs of both sides
 }

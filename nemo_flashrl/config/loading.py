@@ -56,6 +56,8 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     if path.suffix not in {".yaml", ".yml"}:
         path = conf_folder() / "experiment" / f"{name_or_path}.yaml"
     if not path.is_file():
+        if path.parent != conf_folder() / "experiment":
+            raise ValueError(f"configuration {name_or_path!r}: no such file")
         shipped = ", ".join(sorted(p.stem for p in (conf_folder() / "experiment").glob("*.yaml")))
         raise ValueError(f"configuration {name_or_path!r} is neither a .yaml file nor one of: {shipped}")
     try:

@@ -94,9 +94,8 @@ def _group_override(text: str, parsed: Override | None, groups: Sequence[Path]) 
     chosen: Any = parsed.value() if parsed is not None and not parsed.is_sweep_override() else 0
     known = sorted({file.stem for group in groups for file in group.glob("*.yaml")})
     if chosen is not None and chosen not in known:
-        raise ValueError(
-            f"{key}={value}: must be one of {', '.join(known)}; set one of its fields with {key}.FIELD=..."
-        )
+        fields = "" if key in PRESETS else f"; set one of its fields with {key}.FIELD=..."
+        raise ValueError(f"{key}={value}: must be one of {', '.join(known)}{fields}")
     return text
 
 

@@ -68,7 +68,10 @@ def layout_of(sizes: dict[str, Any], *, distributed_optimizer: bool = True) -> t
     model_ranks = sizes["tp"] * sizes["pp"] * sizes["cp"]
     gpus = sizes["gpus"] or model_ranks
     if gpus % model_ranks:
-        raise ValueError(f"--gpus {gpus}: TP x PP x CP = {model_ranks} does not divide it")
+        raise ValueError(
+            f"{gpus} GPUs (cluster.nodes x cluster.gpus_per_node, or --gpus): must be a multiple of TP x PP x CP = "
+            f"{model_ranks}"
+        )
     tokens = sizes["microbatch"] or sizes["context"]
     data = gpus // model_ranks
     layout = Layout(

@@ -1,7 +1,7 @@
 """Every check of this folder, on the GPU of this machine, and one JSON of what they found.
 
-    python tests/gpu/check.py                  at most 8 minutes on one H200
-    python tests/gpu/check.py --quick          at most 3
+    python tests/gpu/check.py                  ended after 8 minutes
+    python tests/gpu/check.py --quick          after 3
     python tests/gpu/check.py --fake --quick   without a GPU: the same code on fake CUDA, without values and times
 
 It takes the Python that it is started with, and nothing beside the trainer's own packages but pytest. Exit code 0 where
