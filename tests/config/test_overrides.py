@@ -46,6 +46,7 @@ REFUSED = {  # override -> how the line begins and ends
     "rollout.episode_timeout=a(b": ("rollout.episode_timeout=a(b: must be a single float", "float | None"),
     "model=3": ("model=3: must be one of llama3_70b, ", ", tiny; set one of its fields with model.FIELD=..."),
     "algorithm=ppo": ("algorithm=ppo: must be one of flash_reinforce, ", "algorithm.FIELD=..."),
+    "recipe=papr": ("recipe=papr: must be one of grpo_baseline, ", ", paper"),  # a preset has no fields
     "+model=ü": ("+model=ü: cannot be parsed", "\"+model='ü'\""),
 }
 
@@ -57,6 +58,20 @@ def test_what_cannot_be_read_is_named_with_what_would_be_right(override: str) ->
     first, last = REFUSED[override]
     assert str(refusal.value).startswith(first)
     assert str(refusal.value).endswith(last)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing.yaml", ": no such file"),
+        ("/nothing/my-model", ": no such file"),
+        ("nothing", " is neither a .yaml file nor one of: alfworld_50_turns, "),
+    ],
+)
+def test_a_configuration_that_is_not_there(name: str, said: str) -> None:
+    with pytest.raises(ValueError) as refusal:
+        load(name, GIVEN)
+    assert str(refusal.value).startswith(f"configuration '{name}'{said}")
 
 
 def test_a_file_in_a_folder_of_any_name(tmp_path: Path) -> None:
