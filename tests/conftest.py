@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[:2], os.environ.get("PYTHO
 import torch
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as nohup and a script's `&` leave it, to what tests start too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until all tests are imported and collected
 
 import pytest  # noqa: E402
