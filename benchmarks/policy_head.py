@@ -32,7 +32,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from allocations import allocator_peak
-from policy_head_methods import METHODS, Problem
+from policy_head_methods import METHODS
+from policy_head_problem import Problem
 
 from nemo_flashrl.ops.memory import policy_head_memory
 

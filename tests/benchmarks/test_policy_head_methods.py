@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from policy_head_methods import ON_A_GPU, Problem, naive
+from policy_head_methods import ON_A_GPU, naive
+from policy_head_problem import Problem
 from workers import check_head
 
 

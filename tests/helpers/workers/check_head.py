@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 from gpu_device import Device, head_answers
-from policy_head_methods import ON_A_GPU, Problem, gated, naive, single_pass
+from policy_head_methods import ON_A_GPU, gated, naive, single_pass
+from policy_head_problem import Problem
 
 from nemo_flashrl.ops import fused_linear_logprob, kernels
 from nemo_flashrl.ops.head import picked_chunk_tokens
