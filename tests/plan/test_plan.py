@@ -177,7 +177,7 @@ def test_the_page(tmp_path: Path, capsys) -> None:
     refused = (
         (["--tp", "3"], "tensor=3"),
         (["--device", "TPU"], "'TPU'"),
-        (["--gpus", "3", "--tp", "2"], "--gpus 3"),
+        (["--gpus", "3", "--tp", "2"], "3 GPUs (cluster.nodes x cluster.gpus_per_node, or --gpus)"),
         (["--ep", "2"], "expert=2"),
     )
     for wrong, words in refused:
