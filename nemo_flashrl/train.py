@@ -6,7 +6,7 @@ One trajectory, from hand to hand, each line a file and the function in it that 
       1  rollout/prompts.py:PromptStream.next                       its task is drawn
       2  rollout/collector.py:Collector.collect                     a rollout slot is free for it
       3  rollout/episode.py:run_episode                             turns: actions sampled, observations appended
-      4  engines/http.py:RemoteEngine.generate                      token ids -> tokens, log-probs, policy versions
+      4  engines/http.py:RemoteSampler.generate                     token ids -> tokens, log-probs, policy versions
       5  rollout/groups.py:Siblings.add                             ended; with its group where there are groups
       6  rollout/driver.py:RolloutDriver.collect                    a batch crosses to the trainer's thread
       7  data/datamodule.py:RolloutDataModule.next_step             advantages, weights, microbatches of all ranks
@@ -18,7 +18,7 @@ One trajectory, from hand to hand, each line a file and the function in it that 
      12  callbacks/weight_refit.py:WeightRefitCallback.on_train_batch_end   the new weights leave
      13  weights/shards.py:stream_hf_tensors                        live shards -> Hugging Face names, one at a time
      14  rollout/driver.py:RolloutDriver.load_weights               they cross to the rollouts' thread
-     15  engines/http.py:RemoteEngine.load_weights                  to every server: pause, load, probe, resume
+     15  engines/http_refit.py:RemoteEngine.load_weights            to every server: pause, load, probe, resume
      16  rollout_server/vllm_backend.py:WeightTransfer.receive_weights      into the model that serves
     prompt
 

@@ -2,7 +2,8 @@
 
 base.py            the protocol, and the wrapper that lets requests finish before weights change
 factory.py         which engine a configuration asks for, and what it is wrapped in
-http.py            what every engine over servers has in common
+http.py            requests to servers, whichever they are
+http_refit.py      the same, and new weights for them
 server_pool.py     which servers are up, who gets the next request
 vllm.py            vLLM's routes; weights by folder, or a LoRA adapter alone
 vllm_broadcast.py  vLLM's routes; weights over the network

@@ -93,15 +93,23 @@ class DrainingEngine:
 
     async def load_weights(self, stream: NamedTensors, version: int) -> None:
         """As the engine's, once no request is in flight; `stream` is not touched before."""
-        assert self._open.is_set(), "weights are loaded one after another"
-        self._open.clear()
         try:
-            while self._in_flight:
-                self._drained.clear()
-                await self._drained.wait()
+            await self.drain()
             await self._engine.load_weights(stream, version)
         finally:
-            self._open.set()
+            self.reopen()
+
+    async def drain(self) -> None:
+        """Hold up requests that come from now on, until `reopen`; returns once none is in flight."""
+        assert self._open.is_set(), "weights are loaded one after another"
+        self._open.clear()
+        while self._in_flight:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def reopen(self) -> None:
+        """Let requests through again."""
+        self._open.set()
 
     async def close(self) -> None:
         """Close the engine."""

@@ -1,38 +1,26 @@
-"""An engine over HTTP servers; what is particular to vLLM or SGLang is a `Dialect`.
+"""Sampling over HTTP servers; what is particular to vLLM or SGLang is a `Dialect`.
 
 generate ----> the server with the least in flight ----> checked answer
                  |  fault: counted, then another server, a few times
-load_weights -> a folder (weight_sync/folder.py) -> every server: pause, load, go on -> probe (weight_sync/probe.py)
-                 |  fault: the old weights stay; retried a few times
 
-From the optimizer step to a server with its weights:
-    callbacks/weight_refit.py       WeightRefitCallback.sync_weights   every rank: a probe, a stream, until it is loaded
-    weights/shards.py               stream_hf_tensors                  live shards -> Hugging Face names, one at a time
-    rollout/driver.py               RolloutDriver.load_weights         into the event loop's thread
-    engines/http.py                 RemoteEngine.load_weights          a folder; `Dialect.load`; the probe
-    rollout_server/vllm_backend.py  WeightTransfer.receive_weights     in the server: checked, then loaded
+Who only samples has a RemoteSampler: a rollout worker. The trainer's process has a RemoteEngine (http_refit.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_flashrl.engines.server_pool import Fault, NoServer, Server, ServerPool, say
+from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool, say
 from nemo_flashrl.records import Generation, Sampling
-from nemo_flashrl.weight_sync.folder import WeightsHome, write_folder
-from nemo_flashrl.weight_sync.probe import NamedTensors, Probe
+from nemo_flashrl.weight_sync.probe import Probe
 
 GENERATE_ATTEMPTS = 4
-SYNC_ATTEMPTS = 3
-SHARED_MEMORY = Path("/dev/shm")
 INITIAL = "default"  # what vLLM and SGLang call weights that nobody has replaced
 
 
@@ -62,6 +50,14 @@ class Dialect(Protocol):
         """
         ...
 
+    def weights_replaced(self) -> None:
+        """The servers have other weights than those that they were started with, from now on."""
+        ...
+
+    def lost(self, error: ValueError) -> str | None:
+        """Why a refusal of a generation shows that the server was started anew; None where it does not."""
+        ...
+
     async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
         """Refuse a server that cannot be trained from a model of `vocab_size` tokens."""
         ...
@@ -79,49 +75,48 @@ class Dialect(Protocol):
         ...
 
 
-class RemoteEngine:
-    """An `Engine` over servers that speak its class's `dialect`; for one event loop.
+class RemoteSampler:
+    """Samples from servers that speak `dialect`; for one event loop.
 
     Args:
         servers: their URLs.
         vocab_size: tokens of the model; a server is never asked about, nor believed, one beyond.
         version: of the weights that the servers were started with.
-        weights_folder: where new weights are written for them; every server must see it. None is shared memory.
         timeout: seconds for a server to come up, to load weights, or to come back when all are down.
         health_seconds: between two looks at a server that owes an answer.
-        context: tokens that an episode may come to; a server that takes fewer is refused. 0 asks none.
+        adopt: makes a server that answers ready for use; a ValueError refuses it for good.
+        tell: is told of servers that go down and come back.
     """
-
-    dialect: type[Dialect]
 
     def __init__(
         self,
+        dialect: Dialect,
         servers: Sequence[str],
         vocab_size: int,
         *,
+        adopt: Callable[[Server], Awaitable[None]],
         version: int = 0,
-        weights_folder: str | Path | None = None,
         timeout: float = 300.0,
         health_seconds: float = 5.0,
-        context: int = 0,
+        tell: Callable[[str], None] = say,
     ) -> None:
         if not servers:
             raise ValueError("servers=[]: name the URL of one rollout server at least")
-        self.version = version
-        self._dialect, self._vocab_size, self._initial_version = self.dialect(), vocab_size, version
-        self._context = context
-        shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self._home = WeightsHome(Path(weights_folder or shared))
-        self._weights: Weights | None = None
-        self._syncs = 0
+        self._dialect, self._vocab_size = dialect, vocab_size
+        self._initial_version: int | None = version  # None once the servers have other weights than at their start
         self._opening: asyncio.Task | None = None
-        health = {"health_path": self._dialect.health_path, "health_seconds": health_seconds}
-        self._pool = ServerPool(servers, timeout=timeout, adopt=self._adopt, **health)
+        health = {"health_path": dialect.health_path, "health_seconds": health_seconds}
+        self.pool = ServerPool(servers, timeout=timeout, adopt=adopt, tell=tell, **health)
 
     @property
     def faults(self) -> Counter[str]:
         """What went wrong so far, by reason; each was made good by another try."""
-        return self._pool.faults
+        return self.pool.faults
+
+    def weights_replaced(self) -> None:
+        """From now on a server that samples from the weights of its command line was started anew."""
+        self._initial_version = None
+        self._dialect.weights_replaced()
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         """Continue `token_ids` on one of the servers.
@@ -131,131 +126,42 @@ class RemoteEngine:
             RuntimeError: several servers or several tries failed, or none is up.
         """
         self._check_tokens(token_ids)
-        await self._open()
+        await self.open()
         body = self._dialect.request(token_ids, sampling)
         last: tuple[Server, Fault] | None = None
         for attempt in range(GENERATE_ATTEMPTS):
-            server = await self._pool.take(avoid=last[0] if last else None)
+            server = await self.pool.take(avoid=last[0] if last else None)
             try:
                 return self._read(server, await self._ask(server, body), sampling)
             except Fault as fault:
                 last = server, fault
-                self._pool.faults[fault.reason] += 1
+                self.pool.faults[fault.reason] += 1
                 if fault.reason == "version":  # it was started anew, with the weights of its command line
-                    self._pool.drop(server)
-                elif await self._pool.examine(server) and attempt:
+                    self.pool.drop(server)
+                elif await self.pool.examine(server) and attempt:
                     await asyncio.sleep(2.0**attempt / 4)
         raise RuntimeError(f"a generation failed {GENERATE_ATTEMPTS} times; last fault: {last[1]}") from last[1]
 
-    async def load_weights(self, stream: NamedTensors, version: int) -> None:
-        """Hand new weights to all servers and serve them as `version`.
-
-        Requests in flight continue with the new weights. A server that cannot take them is removed from the pool until
-        the next sync; where all refuse, the old weights stay; where all are down, one that comes back is waited for.
-
-        Raises:
-            NoServer: no server took them, or none came back in time.
-            Whatever the stream raises.
-        """
-        await self._open()
-        self._syncs += 1
-        weights = Weights(self._home.folder / f"sync-{self._syncs}", version, getattr(stream, "probe", None))
-        try:
-            await self._write(stream, weights.folder)
-            await self._load_anywhere(weights)
-        except BaseException:
-            shutil.rmtree(weights.folder, ignore_errors=True)
-            raise
-        if self._weights is not None:
-            shutil.rmtree(self._weights.folder, ignore_errors=True)
-        self._weights, self.version = weights, version
+    async def open(self) -> None:
+        """Wait for every server and adopt it. Raises as `ServerPool.open`."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self.pool.open())
+        await asyncio.shield(self._opening)
 
     async def close(self) -> None:
-        """End what is in flight and remove the weights' folder."""
+        """End what is in flight."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
-        await self._pool.close()
-        self._home.remove()
-
-    async def _write(self, stream: NamedTensors, folder: Path) -> None:
-        """What `Dialect.load` tells servers to read."""
-        await write_folder(stream, folder)
+        await self.pool.close()
 
     async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
-        return await self._pool.ask(server, self._dialect.generate_path, body)
-
-    async def _open(self) -> None:
-        if self._opening is None:
-            self._opening = asyncio.create_task(self._pool.open())
-        await asyncio.shield(self._opening)
-
-    async def _adopt(self, server: Server) -> None:
-        await self._dialect.check(self._pool, server, self._vocab_size)
-        longest = await self._dialect.longest_context(self._pool, server)
-        if longest is not None and longest < self._context:
-            raise ValueError(
-                f"{server.url} takes at most {longest} tokens (prompt plus answer), and an episode may come to "
-                f"{self._context} (model.context_length): start it with `flashrl serve-rollout` and this run's "
-                "configuration"
-            )
-        if self._weights is not None:
-            await self._load(server, self._weights)
-
-    async def _load_anywhere(self, weights: Weights) -> None:
-        """Until a server serves `weights`; they may all have gone down while no request was in flight."""
-        servers = self._pool.servers
-        for _ in range(SYNC_ATTEMPTS):
-            failures = [result for result in await self._load_everywhere(weights) if result is not None]
-            if len(failures) < len(servers):
-                return
-            lost = any(isinstance(failure, Fault) and failure.reason == "unreachable" for failure in failures)
-            if any(await asyncio.gather(*map(self._pool.examine, servers))) and not lost:
-                break  # it is up and takes them not; one that was just lost may still have answered
-            await self._pool.take()
-        said = f"no rollout server took the weights of version {weights.version}: {failures[0]}"
-        raise NoServer(said) from failures[0]
-
-    async def _load_everywhere(self, weights: Weights) -> list[BaseException | None]:
-        """Bring all servers to `weights`; what each failed with, None for one that serves them."""
-        loads = (self._load_with_retries(server, weights) for server in self._pool.servers)
-        return await asyncio.gather(*loads, return_exceptions=True)
-
-    async def _load_with_retries(self, server: Server, weights: Weights) -> None:
-        """Bring one server to `weights`, if need be after it has come back; out of use when that fails."""
-        for attempt in range(SYNC_ATTEMPTS):
-            try:
-                if not server.up:
-                    await self._pool.bring_up(server)
-                return await self._pool.watched(server, self._load(server, weights))
-            except Fault as fault:
-                self._pool.faults[f"sync_{fault.reason}"] += 1
-                say(f"weights of version {weights.version}: {fault}")
-                last = attempt + 1 == SYNC_ATTEMPTS
-                if last or not server.up or not await self._pool.examine(server):
-                    self._pool.drop(server)
-                    raise
-
-    async def _load(self, server: Server, weights: Weights) -> None:
-        await self._dialect.load(self._pool, server, weights)
-        await self._check_probe(server, weights)
-
-    async def _check_probe(self, server: Server, weights: Weights) -> None:
-        """Fault for a server that computes something else than the trainer does with `weights`."""
-        probe = weights.probe
-        if probe is None:
-            return
-        distance = probe.distance(await self._dialect.score(self._pool, server, probe.token_ids))
-        if distance > probe.tolerance:
-            raise Fault(
-                "probe",
-                f"{server.url} computes other log-probs than the trainer after the weights of version "
-                f"{weights.version}: {distance:.3g} nats per token apart on average, where rounding explains "
-                f"{probe.tolerance:.2g}. Look at: a tied LM head that the server did not renew, a prefix cache kept "
-                "over the sync, precision (--dtype, quantization and model.precision), the server's version, and "
-                "whether it was started from model.path",
-            )
-        probe.largest = max(distance, probe.largest or 0.0)
+        try:
+            return await self.pool.ask(server, self._dialect.generate_path, body)
+        except ValueError as error:
+            if lost := self._dialect.lost(error):
+                raise Fault("version", f"{server.url} {lost}") from error
+            raise
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
@@ -266,7 +172,7 @@ class RemoteEngine:
     def _read(self, server: Server, answer: Any, sampling: Sampling) -> Generation:
         """A checked generation: a server's word is not taken for its shape or its numbers."""
         try:
-            generation = self._dialect.read(answer, self._initial_version if self._weights is None else None)
+            generation = self._dialect.read(answer, self._initial_version)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise Fault("malformed", f"{server.url} answered in an unknown format: {error!r}") from error
         count = len(generation.token_ids)

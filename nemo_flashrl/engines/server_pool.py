@@ -45,6 +45,7 @@ class Server:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self.up = False
+        self.life = 0  # how often it was adopted
         self.in_flight = 0
         self.went_down: asyncio.Future[None] | None = None  # done when the server goes down; new when it comes up
         self.watcher: asyncio.Task | None = None
@@ -60,6 +61,7 @@ class ServerPool:
         health_path: answers 200 as long as the server can work.
         health_seconds: between two looks at a server that owes an answer.
         adopt: makes a server that answers ready for use; a ValueError refuses it for good.
+        tell: is told of servers that go down and come back.
     """
 
     def __init__(
@@ -70,11 +72,13 @@ class ServerPool:
         health_path: str,
         health_seconds: float,
         adopt: Callable[[Server], Awaitable[None]],
+        tell: Callable[[str], None],
     ) -> None:
         self.servers = [Server(url) for url in urls]
         self.timeout = timeout
         self.faults: Counter[str] = Counter()
-        self._health_path, self._health_seconds, self._adopt = health_path, health_seconds, adopt
+        self.changed: Callable[[], None] = lambda: None  # called when a server goes down or comes up
+        self._health_path, self._health_seconds, self._adopt, self._tell = health_path, health_seconds, adopt, tell
         self._session: aiohttp.ClientSession | None = None
         self._reviving: asyncio.Task | None = None
         self._closed = False
@@ -176,8 +180,9 @@ class ServerPool:
             server.up = False
             self.faults["servers_lost"] += 1
             if not self._closed:
-                say(f"{server.url} is down, removed from the pool" + (f": {why}" if why else ""))
+                self._tell(f"{server.url} is down, removed from the pool" + (f": {why}" if why else ""))
             server.went_down.set_result(None)
+            self.changed()
 
     async def bring_up(self, server: Server) -> None:
         """Adopt a server that is down, if it answers. Raises as `call`."""
@@ -187,9 +192,10 @@ class ServerPool:
             await self._check_health(server)
             await self._adopt(server)
             if server.went_down is not None:
-                say(f"{server.url} is up again, back in the pool")
+                self._tell(f"{server.url} is up again, back in the pool")
             server.went_down = asyncio.get_running_loop().create_future()
-            server.up = True
+            server.up, server.life = True, server.life + 1
+            self.changed()
 
     async def close(self) -> None:
         """Let go of everything; requests in flight fail."""
@@ -218,7 +224,7 @@ class ServerPool:
                             last = fault
                     if asyncio.get_running_loop().time() > tell_at:
                         tell_at = math.inf
-                        say(f"waiting for {urls}, up to {self.timeout:g} s (rollout.server_timeout): {last}")
+                        self._tell(f"waiting for {urls}, up to {self.timeout:g} s (rollout.server_timeout): {last}")
                     await asyncio.sleep(min(1.0, self._health_seconds))
         except TimeoutError as error:
             raise NoServer(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_flashrl.engines.http import RemoteEngine, Weights, token_versions
+from nemo_flashrl.engines.http import token_versions
+from nemo_flashrl.engines.http_refit import RemoteEngine, Weights
 from nemo_flashrl.engines.logprob_check import check_sampling
 from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool
 from nemo_flashrl.records import Generation, Sampling
@@ -54,6 +55,13 @@ class SGLangDialect:
             raise ValueError(f"finish_reason={reason!r}")
         versions = token_versions(meta["weight_versions"], initial_version)
         return Generation(tuple(row[1] for row in rows), tuple(row[0] for row in rows), versions, reason)
+
+    def weights_replaced(self) -> None:
+        """See `Dialect.weights_replaced`."""
+
+    def lost(self, error: ValueError) -> str | None:
+        """See `Dialect.lost`."""
+        return None
 
     async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
         """Routes, versions, then what the log-probs are of; a server that was left paused is continued."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_flashrl.engines.http import RemoteEngine, Weights, token_versions
+from nemo_flashrl.engines.http import token_versions
+from nemo_flashrl.engines.http_refit import RemoteEngine, Weights
 from nemo_flashrl.engines.logprob_check import check_sampling
 from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool
 from nemo_flashrl.records import Generation, Sampling
@@ -66,6 +67,13 @@ class VLLMDialect:
         if choice["finish_reason"] not in ("stop", "length"):
             raise ValueError(f"finish_reason={choice['finish_reason']!r}")
         return Generation(token_ids, logprobs, versions, choice["finish_reason"])
+
+    def weights_replaced(self) -> None:
+        """See `Dialect.weights_replaced`."""
+
+    def lost(self, error: ValueError) -> str | None:
+        """See `Dialect.lost`."""
+        return None
 
     async def check(self, pool: ServerPool, server: Server, vocab_size: int) -> None:
         """Routes, transfer backend, then what the log-probs are of; a server that was left paused is continued."""
@@ -181,6 +189,13 @@ class AdapterDialect(VLLMDialect):
                 raise
         self._loaded = True
 
+    def weights_replaced(self) -> None:
+        self._loaded = True
+
+    def lost(self, error: ValueError) -> str | None:
+        """It names an adapter that the server does not have."""
+        return "has lost the adapter: it was restarted" if f"`{ADAPTER}` does not exist" in str(error) else None
+
 
 class AdapterEngine(RemoteEngine):
     """An `Engine` over vLLM servers that get a LoRA adapter alone; arguments as `RemoteEngine` has them.
@@ -196,11 +211,3 @@ class AdapterEngine(RemoteEngine):
     async def _write(self, stream: NamedTensors, folder: Path) -> None:
         folder.mkdir(parents=True)
         write_peft(dict(stream), folder)
-
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
-        try:
-            return await super()._ask(server, body)
-        except ValueError as error:
-            if f"`{ADAPTER}` does not exist" not in str(error):
-                raise
-            raise Fault("version", f"{server.url} has lost the adapter: it was restarted") from error

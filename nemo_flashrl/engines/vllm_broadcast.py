@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore
 
 from nemo_flashrl import platform
-from nemo_flashrl.engines.http import SYNC_ATTEMPTS, RemoteEngine, Weights
+from nemo_flashrl.engines.http_refit import SYNC_ATTEMPTS, RemoteEngine, Weights
 from nemo_flashrl.engines.server_pool import Fault, Server, say
 from nemo_flashrl.engines.vllm import VLLMDialect
 from nemo_flashrl.weight_sync.hf_reader import HfTensors, check_finite
@@ -75,7 +75,7 @@ class BroadcastEngine(RemoteEngine):
 
     async def _load_everywhere(self, weights: Weights) -> list[BaseException | None]:
         """See `RemoteEngine`. A server that fails is left out at once, and the others begin again without it."""
-        servers = self._pool.servers
+        servers = self.pool.servers
         failures: dict[Server, BaseException] = {}
         try:
             check_finite(HfTensors(weights.folder), f"weights of version {weights.version}")
@@ -83,7 +83,7 @@ class BroadcastEngine(RemoteEngine):
             return [error] * len(servers)
         down = [server for server in servers if not server.up]
         for server, result in zip(
-            down, await asyncio.gather(*map(self._pool.bring_up, down), return_exceptions=True), strict=True
+            down, await asyncio.gather(*map(self.pool.bring_up, down), return_exceptions=True), strict=True
         ):
             if result is not None:
                 failures[server] = result
@@ -93,7 +93,7 @@ class BroadcastEngine(RemoteEngine):
         verified = await asyncio.gather(*(self._check_probe(s, weights) for s in taken), return_exceptions=True)
         failures |= {server: result for server, result in zip(taken, verified, strict=True) if result is not None}
         for server in failures:
-            self._pool.drop(server)
+            self.pool.drop(server)
         return [failures.get(server) for server in servers]
 
     async def _broadcast_to_the_living(self, servers: list[Server], weights: Weights) -> dict[Server, BaseException]:
@@ -107,9 +107,9 @@ class BroadcastEngine(RemoteEngine):
                 await self._broadcast(left, weights)
             except _Failed as failure:
                 say(f"weights of version {weights.version}: {failure}")
-                self._pool.faults["sync_broadcast"] += 1
+                self.pool.faults["sync_broadcast"] += 1
                 failures |= {s: failure.faults.get(s) or Fault("broadcast", str(failure)) for s in left}
-                alive = [server for server in left if await self._pool.examine(server)]
+                alive = [server for server in left if await self.pool.examine(server)]
                 left = [server for server in alive if server not in failure.faults] or alive
             else:
                 return {server: failures[server] for server in servers if server not in left}
@@ -139,7 +139,7 @@ class BroadcastEngine(RemoteEngine):
             for _, tensor in tensors.items():
                 group.broadcast(tensor.to(self._device), step)
 
-        calls = [self._dialect.load(self._pool, server, weights, info, untouched) for server in servers]
+        calls = [self._dialect.load(self.pool, server, weights, info, untouched) for server in servers]
         try:
             await self._together(group, step, dict(zip(self._members, calls, strict=True)), send, begun)
         except _Failed:
@@ -151,19 +151,17 @@ class BroadcastEngine(RemoteEngine):
         self._leave()
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # listens everywhere
-        answers = await asyncio.gather(
-            *(self._pool.call(s, "/get_world_size") for s in servers), return_exceptions=True
-        )
+        answers = await asyncio.gather(*(self.pool.call(s, "/get_world_size") for s in servers), return_exceptions=True)
         faults = {s: _as_fault(a) for s, a in zip(servers, answers, strict=True) if isinstance(a, BaseException)}
         if faults:
             raise _Failed(faults, str(next(iter(faults.values()))))
         ends = list(itertools.accumulate((answer["world_size"] for answer in answers), initial=TRAINER + 1))
         members = {s: range(*pair) for s, pair in zip(servers, itertools.pairwise(ends), strict=True)}
-        name, timeout = f"group {next(self._numbers)}", self._pool.timeout
+        name, timeout = f"group {next(self._numbers)}", self.pool.timeout
         group = WeightGroup(self._store, name, TRAINER, ends[-1], timeout)
         info = {"size": ends[-1], "port": self._store.port, "group": name, "timeout": timeout}
         calls = {
-            server: self._pool.call(
+            server: self.pool.call(
                 server,
                 "/init_weight_transfer_engine",
                 {"init_info": info | {"host": _own_address(server.url), "rank_offset": ranks.start}},
@@ -203,27 +201,27 @@ class BroadcastEngine(RemoteEngine):
         except (Fault, ValueError, RuntimeError, TimeoutError, _Failed) as error:
             faults = {s: _as_fault(t.exception()) for t, s in tasks.items() if t.done() and t.exception() is not None}
             faults |= error.faults if isinstance(error, _Failed) else {}
-            reason = str(error) or f"{step} took more than {self._pool.timeout:g} s"
+            reason = str(error) or f"{step} took more than {self.pool.timeout:g} s"
             raise _Failed(faults, reason) from error
         finally:
             if not all(task.done() and task.exception() is None for task in tasks):
                 group.decide(step, STOP)
                 if begun.is_set():  # workers may wait for this process inside the library until it closes
                     group.abort()
-                await asyncio.wait(tasks, timeout=self._pool.timeout)
+                await asyncio.wait(tasks, timeout=self.pool.timeout)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watched(self, server: Server, call: Coroutine[Any, Any, Any]) -> Any:
         """A server that has only come back is not up before it has the weights."""
-        return await (self._pool.watched(server, call) if server.up else call)
+        return await (self.pool.watched(server, call) if server.up else call)
 
     async def _unless_one_fails(self, tasks: Iterable[asyncio.Task], work: Awaitable[Any]) -> None:
         """Wait for `work`, but raise what one of `tasks` failed with before it was done."""
         future = asyncio.ensure_future(work)
         try:
-            async with asyncio.timeout(self._pool.timeout):
+            async with asyncio.timeout(self.pool.timeout):
                 while not future.done():
                     waiting = [task for task in tasks if not task.done()]
                     await asyncio.wait([future, *waiting], return_when=asyncio.FIRST_COMPLETED)

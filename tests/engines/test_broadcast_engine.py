@@ -173,7 +173,7 @@ def test_all_die(servers: list[StandIn]) -> None:
         for server in servers:
             server.behave(die_in_broadcast=True)
         loading = asyncio.create_task(engine.load_weights(weights(3.0), 2))
-        while any(server.up for server in engine._pool.servers):
+        while any(server.up for server in engine.pool.servers):
             await asyncio.sleep(0.05)
         servers[0].start()
         await loading

@@ -302,7 +302,7 @@ def test_a_server_that_hangs_in_a_sync_is_left(pair: list[StandIn]) -> None:
             assert time.monotonic() - started < LONG / 2
         finally:
             pair[0].signal(signal.SIGCONT)
-        assert [server.up for server in over._pool.servers] == [False, True]
+        assert [server.up for server in over.pool.servers] == [False, True]
 
     run(over, story())
 
@@ -343,7 +343,7 @@ def test_sync_is_tried_again_and_probed(pair: list[StandIn]) -> None:
         third = weights(1.0, 3)
         await over.load_weights(third, 3)  # it is given another chance
         assert 0 <= third.probe.largest < 1e-5
-        assert [server.up for server in over._pool.servers] == [True, True]
+        assert [server.up for server in over.pool.servers] == [True, True]
 
     run(over, story())
 
