@@ -109,17 +109,21 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
     from nemo_flashrl.rollout.collector import Collector
     from nemo_flashrl.rollout.driver import RolloutDriver
 
-    rollout = config.rollout
-    limits = setup.episode_limits(config)
-    engine = make_engine(rollout, config.model.path, parts.vocab_size, limits.max_context)
+    rollout, limits, tokenizer = config.rollout, setup.episode_limits(config), parts.tokenizer
+    if rollout.engine == "transformers":  # it shares the trainer's weights, so episodes are played in this process
+        engine = make_engine(rollout, config.model.path, parts.vocab_size, limits.max_context)
+        play = None
+    else:
+        engine = setup.start_workers(config, tokenizer, parts.vocab_size)
+        play = engine.play
     collector = Collector(
         engine,
         lambda: parts.environment(parts.environment_settings),
         parts.tasks,
-        parts.tokenizer,
+        tokenizer,
         parts.prompts,
         limits,
-        setup.episode_sampling(config, parts.tokenizer),
+        setup.episode_sampling(config, tokenizer),
         batch_size=rollout.batch_size,
         group_size=parts.algorithm.group_size,
         max_in_flight=rollout.slots,
@@ -130,6 +134,7 @@ def build_driver(config: RunConfig, parts: Parts) -> RolloutDriver:
         temperature=setup.temperature_schedule(config),
         group_sizes=setup.moving_group_size(config, parts.algorithm.group_size),
         novelty=parts.novelty,
+        play=play,
     )
     return RolloutDriver(engine, collector, lag=rollout.lag, updates_per_batch=rollout.updates_per_batch)
 

@@ -106,6 +106,10 @@ class RolloutConfig:
     server_timeout: float = within(300.0, ABOVE_ZERO)  # seconds for a server to come up, to load weights, to come back
     weight_transfer: str = one_of("file", "broadcast", "adapter")  # vllm: a folder | the network | LoRA adapter alone
     weights_folder: str | None = None  # where servers find new weights; None: a folder in shared memory
+    workers: int | None = within(None, 1)  # processes that play episodes, vllm or sglang; None: a quarter of the cores
+    worker_max_memory: float | None = within(
+        None, ABOVE_ZERO
+    )  # GiB of one, beyond which it is replaced; None: no limit
     mode: str = one_of("sync", "async", "in_flight")  # weight sync: nothing runs | between actions | between tokens
     max_in_flight: int = within(0, 0)  # rollout slots: episodes running concurrently; 0 means batch_size
     lag: int = within(0, 0)  # sync: batches collected ahead of the one in training; 0 is on-policy

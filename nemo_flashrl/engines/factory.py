@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from nemo_flashrl import engines
 from nemo_flashrl.engines.base import DrainingEngine, Engine
+from nemo_flashrl.engines.http import RemoteSampler
+from nemo_flashrl.engines.http_refit import RemoteEngine
+from nemo_flashrl.engines.server_pool import Server
 
 if TYPE_CHECKING:
     from nemo_flashrl.config import RolloutConfig
@@ -24,10 +28,25 @@ def make_engine(settings: RolloutConfig, model_path: str, vocab_size: int, conte
 def _sampler(settings: RolloutConfig, model_path: str, vocab_size: int, context: int) -> Engine:
     if settings.engine == "transformers":
         return engines.TransformersEngine(model_path)
-    ways = {"file": engines.VLLMEngine, "broadcast": engines.BroadcastEngine, "adapter": engines.AdapterEngine}
-    kind = {"vllm": ways[settings.weight_transfer], "sglang": engines.SGLangEngine}[settings.engine]
+    return make_remote(settings, vocab_size, context)
+
+
+def make_remote(settings: RolloutConfig, vocab_size: int, context: int) -> RemoteEngine:
+    """The engine over servers; it waits for no request in flight before weights are loaded."""
     folder, timeout = settings.weights_folder, settings.server_timeout
+    kind = _kind(settings)
     return kind(settings.servers, vocab_size, weights_folder=folder, timeout=timeout, context=context)
+
+
+def make_sampler(settings: RolloutConfig, vocab_size: int, adopt: Callable[[Server], Awaitable[None]]) -> RemoteSampler:
+    """What a rollout worker samples with: the same servers, which another process loads weights into and tells of."""
+    options = {"adopt": adopt, "timeout": settings.server_timeout, "tell": lambda _: None}
+    return RemoteSampler(_kind(settings).dialect(), settings.servers, vocab_size, **options)
+
+
+def _kind(settings: RolloutConfig) -> type[RemoteEngine]:
+    ways = {"file": engines.VLLMEngine, "broadcast": engines.BroadcastEngine, "adapter": engines.AdapterEngine}
+    return {"vllm": ways[settings.weight_transfer], "sglang": engines.SGLangEngine}[settings.engine]
 
 
 def server_versions(settings: RolloutConfig) -> dict[str, str]:

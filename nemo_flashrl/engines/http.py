@@ -113,6 +113,16 @@ class RemoteSampler:
         """What went wrong so far, by reason; each was made good by another try."""
         return self.pool.faults
 
+    @property
+    def opened(self) -> bool:
+        """Whether `open` has found all servers."""
+        return self._opening is not None and self._opening.done() and self._opening.exception() is None
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the servers have other weights than those of their start."""
+        return self._initial_version is None
+
     def weights_replaced(self) -> None:
         """From now on a server that samples from the weights of its command line was started anew."""
         self._initial_version = None

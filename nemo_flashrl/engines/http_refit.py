@@ -81,6 +81,18 @@ class RemoteEngine(RemoteSampler):
         self._weights, self.version = weights, version
         self.weights_replaced()
 
+    def lost(self, index: int, life: int) -> None:
+        """Who samples beside this engine found server `index` down, or started anew, while it was in this life."""
+        server = self.pool.servers[index]
+        if server.up and server.life == life:
+            self.pool.drop(server)
+
+    async def revive(self, index: int) -> int:
+        """Adopt server `index` where it is down; its life. Raises as `open` and as `ServerPool.call`."""
+        await self.open()
+        await self.pool.bring_up(self.pool.servers[index])
+        return self.pool.servers[index].life
+
     async def close(self) -> None:
         """End what is in flight and remove the weights' folder."""
         await super().close()

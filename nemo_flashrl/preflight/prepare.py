@@ -194,6 +194,12 @@ def _check_servers(config: RunConfig) -> None:
             raise ValueError(
                 f"rollout.servers={rollout.servers}: rollout.engine=transformers uses none; set it to vllm or sglang"
             )
+        for name in ("workers", "worker_max_memory"):
+            if (value := getattr(rollout, name)) is not None:
+                raise ValueError(
+                    f"rollout.{name}={value:g}: rollout.engine=transformers plays episodes in the trainer's process, "
+                    "whose weights it shares; set null, or rollout.engine=vllm"
+                )
         return
     if not rollout.servers:
         raise ValueError(f"rollout.servers=[]: rollout.engine={rollout.engine} needs the URL of at least one server")

@@ -27,12 +27,12 @@ from typing import Any
 from nemo_flashrl.algorithms.schedules import FixedGroupSize
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.environment import Environment
-from nemo_flashrl.environments.guard import begun
 from nemo_flashrl.records import Batch, Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
-from nemo_flashrl.rollout.episode import Limits, run_episode
+from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import Failing, FirstErrors, Groups, Siblings, SlotClock, none_usable, reason_to_drop
 from nemo_flashrl.rollout.metrics import rollout_metrics
+from nemo_flashrl.rollout.player import Play, Player
 from nemo_flashrl.rollout.prompts import PromptSource, PromptStream
 
 
@@ -67,9 +67,10 @@ class Collector:
         temperature: Callable[[int], float] | None = None,
         group_sizes: FixedGroupSize | None = None,
         novelty: Callable[[Trajectory], Awaitable[Trajectory]] | None = None,
+        play: Play | None = None,
     ) -> None:
         """`temperature` (of the policy version) goes before that of `sampling`, `group_sizes` before `group_size`;
-        `novelty` marks what a trajectory repeats.
+        `novelty` marks what a trajectory repeats; `play` plays episodes elsewhere than on this event loop.
 
         Left out, `prompts` are epochs over `tasks` in an order fixed by `seed`, `sampling` ends an action at the
         tokenizer's and the chat template's end tokens, and `max_in_flight` is `batch_size`.
@@ -84,15 +85,15 @@ class Collector:
             raise ValueError(f"{batch_size=} counts trajectories and must be a multiple of {group_size=}")
         if max_staleness is not None and max_staleness < 0:
             raise ValueError(f"{max_staleness=} must be at least 0, or None for no bound")
-        self._codec, self._limits = Codec(tokenizer), limits
-        ends = {tokenizer.eos_token_id, *self._codec.turn_ends} - {None}
+        codec = Codec(tokenizer)
+        ends = {tokenizer.eos_token_id, *codec.turn_ends} - {None}
         self.sampling = Sampling(stop_token_ids=tuple(ends)) if sampling is None else sampling
-        self._engine, self._make_environment, self._tasks = engine, make_environment, tasks
+        self._play = play or Player(engine, make_environment, tasks, codec, limits, seed=seed, novelty=novelty).play
         self._prompts = PromptStream(len(tasks), seed=seed) if prompts is None else prompts
-        self._temperature, self._novelty, self._batch_size = temperature, novelty, batch_size
+        self._temperature, self._batch_size = temperature, batch_size
         self._sizes = FixedGroupSize(group_size) if group_sizes is None else group_sizes
         self._max_in_flight, self._streaming = max_in_flight, streaming
-        self._max_staleness, self._seed = max_staleness, seed
+        self._max_staleness = max_staleness
         self._replacements = dynamic_sampling_max_groups
         self._replaced = 0  # tied groups that were dropped for the batch that is being collected
         self._waiting: deque[tuple[int, int, int, int]] = deque()  # prompt, task, sample, group size; not begun
@@ -243,7 +244,7 @@ class Collector:
                 prompt_index, task_index = self._prompts.next()
                 size = self._sizes.begin(prompt_index, task_index)
                 self._waiting.extend((prompt_index, task_index, sample, size) for sample in range(size))
-            episode = asyncio.get_running_loop().create_task(self._play(*self._waiting.popleft()))
+            episode = asyncio.get_running_loop().create_task(self._run(*self._waiting.popleft()))
             self._running.add(episode)
             episode.add_done_callback(self._on_ended)
         self._tell_clock()
@@ -255,22 +256,8 @@ class Collector:
             return self._ready.count < self._batch_size
         return self._collecting and len(self._running) + self._count_ended() < self._batch_size
 
-    async def _play(self, prompt_index: int, task_index: int, sample: int, group_size: int) -> None:
-        task, environment = begun(self._tasks, task_index, self._make_environment)
-        trajectory = await run_episode(
-            self._engine,
-            environment,
-            task,
-            self._codec,
-            self._limits,
-            self.sampling,
-            task_index=task_index,
-            prompt_index=prompt_index,
-            sample=sample,
-            seed=self._seed,
-        )
-        if self._novelty is not None:
-            trajectory = await self._novelty(trajectory)
+    async def _run(self, prompt_index: int, task_index: int, sample: int, group_size: int) -> None:
+        trajectory = await self._play(prompt_index, task_index, sample, self.sampling)
         if backoff := self._failing.backoff(trajectory):
             await asyncio.sleep(backoff)
         self._sampled += trajectory.action_count

@@ -124,6 +124,25 @@ async def run_episode(
     return _trajectory(episode, end_reason, prompt_index, sampling.temperature)
 
 
+def unplayed(prompt_index: int, temperature: float, why: str) -> Trajectory:
+    """The trajectory of an episode that nobody could play: a fault of its environment, with no turn."""
+    return Trajectory(
+        prompt_index=prompt_index,
+        group=prompt_index,
+        token_ids=np.zeros(0, dtype=np.int64),
+        action_mask=np.zeros(0, dtype=bool),
+        behavior_logprobs=np.zeros(0, dtype=np.float32),
+        versions=np.zeros(0, dtype=np.int32),
+        reward=0.0,
+        turns=0,
+        end_reason="environment_error",
+        failed=True,
+        info={"error": why},
+        turn_of_token=np.zeros(0, dtype=np.int32),
+        temperature=temperature,
+    )
+
+
 def turn_seed(seed: int, prompt_index: int, sample: int, turn: int) -> int:
     """The seed of one request, in 0..2**63-1: a hash, so that neighbours share nothing."""
     words = np.random.SeedSequence([seed, prompt_index, sample, turn]).generate_state(1, np.uint64)

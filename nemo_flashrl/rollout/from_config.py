@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from nemo_flashrl.algorithms.schedules import FixedGroupSize, GroupSize, Tempera
 from nemo_flashrl.batching.planner import usable_context
 from nemo_flashrl.config import RunConfig, settings_of
 from nemo_flashrl.engines.base import Engine
+from nemo_flashrl.engines.factory import make_remote
 from nemo_flashrl.environments.guard import task_at, tasks_of
 from nemo_flashrl.metrics.novelty import Novelty, load_novelty
 from nemo_flashrl.plugins import load_function
@@ -19,8 +22,10 @@ from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import LongPrompts
-from nemo_flashrl.rollout.held_out import evaluate
+from nemo_flashrl.rollout.held_out import evaluate, play_all
+from nemo_flashrl.rollout.messages import Plan
 from nemo_flashrl.rollout.prompts import PromptGroupSizes, PromptSource, PromptStream
+from nemo_flashrl.rollout.worker_pool import WorkerPool
 from nemo_flashrl.weight_sync.hf_config import read_hf_json, refuse_lfs_pointer
 
 
@@ -153,6 +158,26 @@ def held_out_classes(config: RunConfig, environment: type) -> list[str]:
     return classes_of(held_out_tasks(config, environment)[1], name) if name else []
 
 
+def worker_count(config: RunConfig) -> int:
+    """Rollout workers: as many as are asked for, else a quarter of this process's cores, from 1 to 16."""
+    return config.rollout.workers or min(16, max(1, len(os.sched_getaffinity(0)) // 4))
+
+
+def start_workers(config: RunConfig, tokenizer: Any, vocab_size: int) -> WorkerPool:
+    """Rollout workers, which begin to load, and the engine whose servers they ask."""
+    rollout, limits = config.rollout, episode_limits(config)
+    adapter = rollout.weight_transfer == "adapter"
+    return WorkerPool(
+        make_remote(rollout, vocab_size, limits.max_context),
+        Plan(config, tokenizer, vocab_size),
+        worker_count(config),
+        step_timeout=rollout.step_timeout,
+        drain="always" if rollout.mode == "async" else "first" if adapter else "never",
+        max_memory=rollout.worker_max_memory,
+        long_prompts={False: long_prompts(config), True: long_prompts(config, "held-out task")},
+    )
+
+
 def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[Engine], Awaitable[list[Trajectory]]]:
     """What plays the tasks of `config.evaluation` with an engine. Raises as `held_out_tasks`."""
     asked = config.evaluation
@@ -161,16 +186,10 @@ def held_out(config: RunConfig, environment: type, tokenizer: Any) -> Callable[[
     limits = replace(episode_limits(config), on_long_prompt=long_prompts(config, "held-out task"))
 
     async def play(engine: Engine) -> list[Trajectory]:
-        return await evaluate(
-            engine,
-            lambda: environment(settings),
-            tasks,
-            tokenizer,
-            limits,
-            sampling,
-            max_in_flight=config.rollout.slots,
-            samples=asked.samples,
-            seed=config.trainer.seed,
-        )
+        slots = {"max_in_flight": config.rollout.slots, "samples": asked.samples}
+        if isinstance(engine, WorkerPool):
+            return await play_all(partial(engine.play, held_out=True), len(tasks), sampling, **slots)
+        made = (lambda: environment(settings), tasks, tokenizer, limits, sampling)
+        return await evaluate(engine, *made, **slots, seed=config.trainer.seed)
 
     return play

@@ -10,11 +10,11 @@ from typing import Any
 
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.environments.environment import Environment
-from nemo_flashrl.environments.guard import made
 from nemo_flashrl.records import Sampling, Trajectory
 from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.curriculum import NAMED_CLASSES
-from nemo_flashrl.rollout.episode import Limits, run_episode
+from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.player import Play, Player
 
 
 async def evaluate(
@@ -33,25 +33,21 @@ async def evaluate(
 
     A task whose prompt leaves no room for an answer is one that was not solved.
     """
-    codec, slots = Codec(tokenizer), asyncio.Semaphore(max_in_flight)
+    player = Player(engine, make_environment, tasks, Codec(tokenizer), limits, seed=seed)
+    return await play_all(player.play, len(tasks), sampling, max_in_flight=max_in_flight, samples=samples)
 
-    async def play(index: int, task: Any, sample: int) -> Trajectory:
+
+async def play_all(
+    play: Play, tasks: int, sampling: Sampling, *, max_in_flight: int, samples: int = 1
+) -> list[Trajectory]:
+    """As `evaluate`, of the first `tasks` that `play` knows."""
+    slots = asyncio.Semaphore(max_in_flight)
+
+    async def one(index: int, sample: int) -> Trajectory:
         async with slots:
-            return await run_episode(
-                engine,
-                made(make_environment),
-                task,
-                codec,
-                limits,
-                sampling,
-                task_index=index,
-                prompt_index=index,
-                sample=sample,
-                seed=seed,
-            )
+            return await play(index, index, sample, sampling)
 
-    episodes = [play(index, task, sample) for index, task in enumerate(tasks) for sample in range(samples)]
-    return list(await asyncio.gather(*episodes))
+    return list(await asyncio.gather(*(one(index, sample) for index in range(tasks) for sample in range(samples))))
 
 
 def environment_errors(trajectories: Sequence[Trajectory]) -> int:

@@ -11,6 +11,7 @@ from nemo_flashrl.rollout.episode import PROMPT_TOO_LONG
 
 OF_ACTIONS = ("actions_truncated", "actions_with_chat_tokens")  # counted in an episode's info
 AGES = (("0", 0, 0), ("1", 1, 1), ("2_3", 2, 3), ("4_7", 4, 7), ("8_up", 8, None))  # policy versions
+LOSSES = ("servers_lost", "workers_lost", "episodes_restarted")
 DROPS = ("too_old", "empty", "tied", PROMPT_TOO_LONG)
 ENDS = ("done", "turn_limit", "token_limit", "environment_error")  # always there; others when they occur
 
@@ -48,8 +49,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], policy_version: int) -
 
 
 def fault_metrics(faults: Counter[str]) -> dict[str, float]:
-    """Of what an engine has counted in one step: servers that fell, and repeated tries, in all and by reason."""
+    """Of what an engine has counted in one step: `LOSSES`, and repeated requests, in all and by reason."""
     tries = Counter(faults)
-    lost = tries.pop("servers_lost", 0)
+    losses = {name: float(tries.pop(name, 0)) for name in LOSSES}
     by_reason = {f"rollout_faults_{reason}": float(count) for reason, count in sorted(tries.items())}
-    return {"servers_lost": float(lost), "rollout_faults": float(tries.total()), **by_reason}
+    return {**losses, "rollout_faults": float(tries.total()), **by_reason}

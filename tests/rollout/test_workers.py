@@ -1,0 +1,229 @@
+"""Rollout workers: real processes that play against a server, are killed, blocked, and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doubles import TOKENIZER
+from server_processes import StandIn, anew, ended_after
+from stand_in_server import START, V
+
+from nemo_flashrl.config.schema import RunConfig
+from nemo_flashrl.records import Batch, Sampling, Trajectory
+from nemo_flashrl.rollout import from_config, worker_pool
+from nemo_flashrl.rollout.collector import Collector
+from nemo_flashrl.rollout.worker_pool import WorkerPool
+
+LONG = 120.0  # seconds that nothing here comes near
+SAMPLING = Sampling(max_tokens=6, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[StandIn]]:
+    yield from ended_after([StandIn()])
+
+
+@pytest.fixture
+def server(servers: list[StandIn]) -> StandIn:
+    return anew(servers)[0]
+
+
+def configured(server: StandIn, folder: Path, deeds: list[str], **rollout: Any) -> RunConfig:
+    config = RunConfig()
+    config.model.path, config.model.context_length = str(folder), 256
+    config.environment.name = "unruly_environment.Unruly"
+    config.environment.settings = {"folder": str(folder), "deeds": deeds}
+    config.rollout.engine, config.rollout.servers, config.rollout.server_timeout = "vllm", [server.url], LONG
+    for name, value in rollout.items():
+        setattr(config.rollout, name, value)
+    return config
+
+
+def run(config: RunConfig, use: Callable[[WorkerPool], Coroutine[Any, Any, Any]]) -> Any:
+    """What `use` makes of the workers of a configuration; no process is left."""
+
+    async def all_of() -> Any:
+        pool = from_config.start_workers(config, TOKENIZER, V)
+        try:
+            return await asyncio.wait_for(use(pool), LONG)
+        finally:
+            processes = [worker.process for worker in pool._workers]
+            begun = time.monotonic()
+            await pool.close()
+            assert time.monotonic() - begun < 6
+            assert all(process.poll() is not None for process in processes)
+
+    return asyncio.run(all_of())
+
+
+async def play_all(pool: WorkerPool, count: int) -> list[Trajectory]:
+    return await asyncio.gather(*(pool.play(index, index, 0, SAMPLING) for index in range(count)))
+
+
+def fields(trajectory: Trajectory) -> dict[str, Any]:
+    """Comparable."""
+    whole = {name: getattr(trajectory, name) for name in Trajectory.__dataclass_fields__}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in whole.items()}
+
+
+def begun(folder: Path, task: int) -> list[int]:
+    """The processes in which episodes of a task have begun."""
+    return [int(line) for line in (folder / f"begun-{task}").read_text().split()]
+
+
+def test_one_two_and_four_workers_make_the_same_batches(server: StandIn, tmp_path: Path) -> None:
+    def batches(workers: int) -> list[dict[str, Any]]:
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        config = configured(server, folder, ["none"] * 12, workers=workers)
+
+        async def collect(pool: WorkerPool) -> list[Batch]:
+            sizes = {"batch_size": 8, "group_size": 2, "seed": 3}
+            source = [None] * 12
+            collector = Collector(pool, None, source, TOKENIZER, sampling=SAMPLING, play=pool.play, **sizes)
+            return [await collector.collect(0), await collector.collect(0)]
+
+        return [fields(trajectory) for batch in run(config, collect) for trajectory in batch.trajectories]
+
+    one, two, four = batches(1), batches(2), batches(4)
+    assert one == two == four
+    assert len({tuple(trajectory["token_ids"]) for trajectory in one}) == 16
+    assert all(trajectory["turns"] == 3 and trajectory["info"]["said"] for trajectory in one)
+    table = START / 0.7 - np.log(np.exp(START / 0.7).sum())
+    for trajectory in one:
+        expected = np.where(trajectory["action_mask"], table[trajectory["token_ids"]], 0.0)
+        assert np.allclose(trajectory["behavior_logprobs"], expected, atol=1e-5)
+
+
+def test_a_killed_worker_loses_nothing(server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    server.behave(seconds=0.3)
+    config = configured(server, tmp_path, ["none"] * 8, workers=2)
+
+    async def play(pool: WorkerPool) -> tuple[list[Trajectory], list[Trajectory]]:
+        await play_all(pool, 2)
+        playing = asyncio.create_task(play_all(pool, 8))
+        await asyncio.sleep(0.5)
+        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+        broken = await playing
+        assert pool.faults["workers_lost"] == 1 and pool.faults["episodes_restarted"] == 4
+        assert len(pool._workers) == 2
+        return broken, await play_all(pool, 8)
+
+    broken, whole = run(config, play)
+    assert [fields(t) for t in broken] == [fields(t) for t in whole]
+    assert "rollout worker 0 is lost, 4 episodes begin anew: ended by signal 9" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("deed", ["sleep", "hold the GIL"])
+def test_an_episode_that_blocks_holds_up_its_worker_alone(
+    deed: str, server: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lets other threads run is named by its worker; who holds the GIL is known by its losses alone."""
+    monkeypatch.setattr(worker_pool, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(worker_pool, "MOST_LOST", 2)
+    config = configured(server, tmp_path, [deed, "none"], workers=1, step_timeout=2.0)
+
+    async def play(pool: WorkerPool) -> tuple[list[Trajectory], float]:
+        await pool.play(1, 1, 1, SAMPLING)
+        begun = time.monotonic()
+        failed = await pool.play(0, 0, 0, SAMPLING)
+        return [failed, await pool.play(1, 1, 0, SAMPLING)], time.monotonic() - begun
+
+    (failed, other), seconds = run(config, play)
+    assert (failed.end_reason, other.end_reason) == ("environment_error", "done")
+    assert ("blocked it for" if deed == "sleep" else "no sign of life") in failed.info["error"]
+    assert len(begun(tmp_path, 0)) == (1 if deed == "sleep" else 2)
+
+
+def test_an_episode_that_ends_its_process(server: StandIn, tmp_path: Path) -> None:
+    """Once, by an accident: it is played again. Whenever it is played: it fails, and no other does."""
+    config = configured(server, tmp_path, ["exit once", "exit", "none"], workers=1)
+
+    async def play(pool: WorkerPool) -> tuple[list[Trajectory], int]:
+        first, second = await pool.play(0, 0, 0, SAMPLING), await pool.play(1, 1, 0, SAMPLING)
+        return [first, second, await pool.play(2, 2, 0, SAMPLING)], pool.faults["workers_lost"]
+
+    (first, second, third), lost = run(config, play)
+    assert [first.end_reason, second.end_reason, third.end_reason] == ["done", "environment_error", "done"]
+    assert not second.action_count and "lost: ended by signal 9" in second.info["error"]
+    assert (len(begun(tmp_path, 0)), len(begun(tmp_path, 1)), lost) == (2, 3, 4)
+
+
+def test_a_worker_that_leaks_is_replaced(server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    server.behave(seconds=0.5)
+    config = configured(server, tmp_path, ["leak", "none"], workers=1, worker_max_memory=0.5)
+
+    async def play(pool: WorkerPool) -> list[Trajectory]:
+        first = pool._workers[0]
+        ended = await play_all(pool, 2)
+        while first in pool._workers or not pool._workers[0].ready:
+            await asyncio.sleep(0.1)
+        return [*ended, await pool.play(1, 1, 0, SAMPLING)]
+
+    assert [t.end_reason for t in run(config, play)] == ["done"] * 3
+    assert len(set(begun(tmp_path, 1))) == 2
+    assert "is replaced once its episodes have ended" in capfd.readouterr().err
+
+
+def test_new_weights_wait_for_requests_in_all_workers(server: StandIn, tmp_path: Path) -> None:
+    """async: an action is of one version; none is sampled while weights are loaded."""
+    server.behave(seconds=0.3)
+    config = configured(server, tmp_path, ["none"] * 6, workers=2, mode="async")
+
+    async def play(pool: WorkerPool) -> list[Trajectory]:
+        await play_all(pool, 2)
+        playing = asyncio.create_task(play_all(pool, 6))
+        await asyncio.sleep(0.5)
+        await pool.load_weights([("w", torch.zeros(V))], 1)
+        return await playing
+
+    for trajectory in run(config, play):
+        versions = trajectory.versions[trajectory.action_mask]
+        assert versions.tolist() == sorted(versions) and set(versions) == {0, 1}
+        expected = np.where(versions == 1, -np.log(V), np.nan)
+        told = trajectory.behavior_logprobs[trajectory.action_mask]
+        assert np.allclose(told[versions == 1], expected[versions == 1], atol=1e-5)
+        for places in trajectory.turn_places:
+            assert len(set(trajectory.versions[places])) == 1
+
+
+def test_a_server_that_begins_anew_gets_the_weights(server: StandIn, tmp_path: Path) -> None:
+    config = configured(server, tmp_path, ["none"] * 6, workers=2)
+
+    async def play(pool: WorkerPool) -> list[Trajectory]:
+        await play_all(pool, 2)
+        await pool.load_weights([("w", torch.zeros(V))], 1)
+        server.behave(begin_anew=True)  # as a restart: the weights of its command line
+        ended = await play_all(pool, 6)
+        assert pool.faults["version"] and pool.faults["servers_lost"] == 1
+        return ended
+
+    for trajectory in run(config, play):
+        assert set(trajectory.versions[trajectory.action_mask]) == {1}
+
+
+def test_what_a_worker_cannot_make_is_told(server: StandIn, tmp_path: Path) -> None:
+    config = configured(server, tmp_path, [], workers=2)
+    with pytest.raises(ValueError, match="there are no tasks"):
+        run(config, lambda pool: pool.play(0, 0, 0, SAMPLING))
+
+
+def test_what_an_episode_raises_ends_the_run(server: StandIn, tmp_path: Path) -> None:
+    config = configured(server, tmp_path, ["none"], workers=1)
+
+    async def play(pool: WorkerPool) -> None:
+        await pool.play(0, 0, 0, SAMPLING)
+        server.behave(nonsense="status")
+        await pool.play(0, 0, 1, SAMPLING)
+
+    with pytest.raises(RuntimeError, match="a generation failed 4 times"):
+        run(config, play)
