@@ -12,20 +12,24 @@ servers are in use with which weights, is the trainer's to say (worker_pool.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextvars import ContextVar
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
+
+import transformers.tokenization_utils_fast  # noqa: F401  # slow to import, and wanted by every tokenizer
 
 from nemo_flashrl import environments
 from nemo_flashrl.config import settings_of
@@ -217,14 +221,58 @@ def _named_by_episode(loop: asyncio.AbstractEventLoop, coroutine: Coroutine, **m
     return asyncio.Task(coroutine, loop=loop, name=str(_episode.get()), **more)
 
 
+def _serve_connection(connection: socket.socket) -> None:
+    """In a process that was forked for it, which ends here."""
+    end_with_parent(signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        Worker(connection).run()
+    finally:
+        sys.stdout.flush()
+        os._exit(0)  # whatever an environment's threads still do
+
+
 def main() -> None:
-    """`python -m nemo_flashrl.rollout.worker FD`, where FD is this end of a socket pair."""
+    """`python -m nemo_flashrl.rollout.worker FD`: fork a worker for each connection that comes over the socket FD.
+
+    What all workers import is loaded once and shared, and a further one is there at once. Each message is a worker's
+    number with its connection, the answer its process ID; "number status" tells of its end.
+    """
     end_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole job: the trainer says when to end
         signal.signal(number, lambda *_: None)
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        Worker(connection).run()
-    os._exit(0)  # whatever an environment's threads still do
+    control = socket.socket(fileno=int(sys.argv[1]))
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno())  # a byte for each child that ends
+    workers: dict[int, int] = {}  # process -> number
+    gc.collect()
+    gc.freeze()  # a collection would write to pages that are shared
+    while True:
+        ready, _, _ = select.select([control, woken], [], [])
+        if woken in ready:
+            woken.recv(4096)
+            for process, status in _ended():
+                control.send(f"{workers.pop(process)} ended {status}".encode())
+        if control in ready:
+            message, descriptors, _, _ = socket.recv_fds(control, 64, 1)
+            if not message:
+                return
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if (process := os.fork()) == 0:
+                    control.close()
+                    _serve_connection(connection)
+            workers[process] = int(message)
+            control.send(f"{workers[process]} began {process}".encode())
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Processes that have ended, each with its exit status, negative for a signal."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 if __name__ == "__main__":

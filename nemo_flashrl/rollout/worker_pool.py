@@ -23,7 +23,7 @@ from nemo_flashrl.records import Generation, Sampling, Trajectory
 from nemo_flashrl.rollout import messages
 from nemo_flashrl.rollout.episode import PROMPT_TOO_LONG, unplayed
 from nemo_flashrl.rollout.messages import Message, Plan
-from nemo_flashrl.rollout.worker_process import WorkerLost, WorkerProcess
+from nemo_flashrl.rollout.worker_process import WorkerFactory, WorkerLost, WorkerProcess
 from nemo_flashrl.weight_sync.probe import NamedTensors
 
 MOST_LOST = 3  # workers that an episode may be lost with; then it fails
@@ -70,7 +70,8 @@ class WorkerPool:
         self._unready_losses = 0  # workers in a row that were lost before they were ready
         self._looking: asyncio.Task | None = None
         self._tasks: set[asyncio.Task] = set()
-        self._workers = [WorkerProcess(next(self._indices)) for _ in range(count)]  # they load while the trainer does
+        self._factory = WorkerFactory()
+        self._workers = [self._begin() for _ in range(count)]  # they load while the trainer does
 
     @property
     def version(self) -> int:
@@ -134,15 +135,12 @@ class WorkerPool:
         for worker in self._workers:
             worker.fail_episodes(RuntimeError("the rollout workers are closed"))
             worker.close()
-        until = time.monotonic() + CLOSE_SECONDS
-        await asyncio.gather(*(asyncio.to_thread(worker.kill, until) for worker in self._workers))
+        await asyncio.to_thread(self._factory.close, CLOSE_SECONDS)
         await self._engine.close()
 
     async def _open(self) -> None:
         if self._failure is not None:
             raise self._failure
-        if self._closed:
-            raise RuntimeError("the rollout workers are closed")
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
             self._engine.pool.changed = self._tell_servers
@@ -155,7 +153,8 @@ class WorkerPool:
         try:
             async for message in worker.messages(first):
                 self._hear(worker, message)
-            self._lose(worker, worker.how_it_ended())
+            await asyncio.sleep(LOOK_SECONDS)  # its end is told after its connection's
+            self._lose(worker, _how_it_ended(self._factory.status(worker.index)))
         except Exception as error:
             self._fail(error)
             raise
@@ -230,7 +229,8 @@ class WorkerPool:
             return
         self._workers.remove(worker)
         self._faults.update(worker.faults)
-        self._tasks.add(asyncio.create_task(asyncio.to_thread(worker.kill)))
+        self._factory.kill(worker.index)
+        worker.close()
         worker.drained.set()
         if not worker.retiring or worker.episodes:
             self._faults["workers_lost"] += 1
@@ -242,8 +242,14 @@ class WorkerPool:
         elif not worker.retiring:
             self._add()
 
+    def _begin(self) -> WorkerProcess:
+        index = next(self._indices)
+        return WorkerProcess(index, self._factory.begin(index))
+
     def _add(self) -> None:
-        worker = WorkerProcess(next(self._indices))
+        if self._factory.gone:
+            self._factory = WorkerFactory()
+        worker = self._begin()
         self._workers.append(worker)
         worker.reading = asyncio.create_task(self._read(worker))
 
@@ -285,3 +291,9 @@ class WorkerPool:
     def _tell(self, message: Message) -> None:
         for worker in self._workers:
             worker.send(message)
+
+
+def _how_it_ended(status: int | None) -> str:
+    if status is None:
+        return "it is gone"
+    return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -1,10 +1,11 @@
-"""One rollout worker as the trainer sees it: its process, the messages to and from it, the episodes that it plays."""
+"""Rollout workers as the trainer sees them: their processes, the messages to and from them, what they play."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,17 +28,76 @@ class WorkerLost(Exception):
         self.number = number
 
 
-class WorkerProcess:
-    """A process that is starting, or plays; it ends with this one, however that ends."""
+class WorkerFactory:
+    """A process that has imported what workers need and forks them; it ends with this one, however that ends."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self._connection, theirs = socket.socketpair()
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            end = theirs.fileno()
-            command = [sys.executable, "-m", "nemo_flashrl.rollout.worker", str(end)]
+            command = [sys.executable, "-m", "nemo_flashrl.rollout.worker", str(theirs.fileno())]
             path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # what this process can import, it can
-            self.process = subprocess.Popen(command, pass_fds=[end], env={**os.environ, **_ENVIRONMENT, **path})
+            environment = {**os.environ, **_ENVIRONMENT, **path}
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        self._pids: dict[int, int] = {}  # of workers that live, by their index
+        self._ends: dict[int, int] = {}  # exit status of those that do not
+
+    def begin(self, index: int) -> socket.socket:
+        """This end of a new worker's connection."""
+        ours, theirs = socket.socketpair()
+        with theirs, contextlib.suppress(OSError):  # of a factory that is gone: so is the connection
+            socket.send_fds(self._control, [str(index).encode()], [theirs.fileno()])
+        return ours
+
+    def kill(self, index: int) -> None:
+        """End a worker; one that is not there yet ends with its connection."""
+        self._hear()
+        if index in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[index], signal.SIGKILL)
+
+    def pid(self, index: int) -> int | None:
+        """The process of a worker that lives."""
+        self._hear()
+        return self._pids.get(index)
+
+    def status(self, index: int) -> int | None:
+        """The exit status of a worker that has ended, negative for a signal; None where nobody knows it."""
+        self._hear()
+        return self._ends.get(index)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it can make no more workers, and those that it made have ended with it."""
+        return self._process.poll() is not None
+
+    def close(self, seconds: float) -> None:
+        """Give the workers that are left so long to end, then end all."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.gone:
+            self._hear()
+            if not self._pids:
+                break
+            time.sleep(0.02)
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+
+    def _hear(self) -> None:
+        with contextlib.suppress(OSError):  # there is nothing more
+            while words := self._control.recv(64, socket.MSG_DONTWAIT).split():
+                index, what, number = int(words[0]), words[1], int(words[2])
+                if what == b"began":
+                    self._pids[index] = number
+                else:
+                    self._pids.pop(index, None)
+                    self._ends[index] = number
+
+
+class WorkerProcess:
+    """One worker: what is sent to it and heard of it, and the episodes that it plays."""
+
+    def __init__(self, index: int, connection: socket.socket) -> None:
+        self.index, self._connection = index, connection
         self.heard = time.monotonic()
         self.ready = self.retiring = False
         self.missed = 0  # looks in a row at which it had been silent for too long
@@ -71,24 +131,8 @@ class WorkerProcess:
             if not future.done():
                 future.set_exception(error)
 
-    def how_it_ended(self) -> str:
-        """In words; called once it is gone."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)
-        status = self.process.returncode
-        if status is None:
-            return "it closed its connection"
-        return f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
-
     def close(self) -> None:
         """Let it close its environments and end."""
         if self._writer is not None:
             self._writer.close()
         self._connection.close()
-
-    def kill(self, until: float = 0.0) -> None:
-        """Wait for its end up to `until`, on the monotonic clock, then end it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, until - time.monotonic()))
-        self.process.kill()
-        self.process.wait()

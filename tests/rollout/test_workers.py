@@ -56,11 +56,11 @@ def run(config: RunConfig, use: Callable[[WorkerPool], Coroutine[Any, Any, Any]]
         try:
             return await asyncio.wait_for(use(pool), LONG)
         finally:
-            processes = [worker.process for worker in pool._workers]
+            pids = [pool._factory.pid(worker.index) for worker in pool._workers]
             begun = time.monotonic()
             await pool.close()
             assert time.monotonic() - begun < 6
-            assert all(process.poll() is not None for process in processes)
+            assert not [pid for pid in filter(None, pids) if os.path.exists(f"/proc/{pid}")]
 
     return asyncio.run(all_of())
 
@@ -112,7 +112,7 @@ def test_a_killed_worker_loses_nothing(server: StandIn, tmp_path: Path, capfd: p
         await play_all(pool, 2)
         playing = asyncio.create_task(play_all(pool, 8))
         await asyncio.sleep(0.5)
-        os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+        os.kill(pool._factory.pid(pool._workers[0].index), signal.SIGKILL)
         broken = await playing
         assert pool.faults["workers_lost"] == 1 and pool.faults["episodes_restarted"] == 4
         assert len(pool._workers) == 2
