@@ -5,7 +5,8 @@ One trajectory, from hand to hand, each line a file and the function in it that 
     prompt
       1  rollout/prompts.py:PromptStream.next                       its task is drawn
       2  rollout/collector.py:Collector.collect                     a rollout slot is free for it
-      3  rollout/episode.py:run_episode                             turns: actions sampled, observations appended
+      3  rollout/episode.py:run_episode                             turns: actions sampled, observations appended;
+                                                                    with servers in a worker (rollout/worker_pool.py)
       4  engines/http.py:RemoteSampler.generate                     token ids -> tokens, log-probs, policy versions
       5  rollout/groups.py:Siblings.add                             ended; with its group where there are groups
       6  rollout/driver.py:RolloutDriver.collect                    a batch crosses to the trainer's thread
@@ -27,9 +28,12 @@ Who loops, and what it waits for:
     loop, where it runs                 waits for                     unblocked by             produces
     trainer.fit, every rank             the next step: rank 0 for a   6, then 8                optimizer steps
                                         batch, others for rank 0
-    RolloutDriver's event loop, in a    answers of engines and        4, an environment, or    trajectories, batches
-      thread of rank 0                  environments, a free slot     a batch taken by 6
-    ServerPool, on that event loop      health of servers that owe    an answer, or a server   which servers are used
+    RolloutDriver's event loop, in a    ended episodes, a free slot   3, or a batch taken      batches
+      thread of rank 0                                                by 6
+    a rollout worker, a process of      answers of servers and        4, an environment, or    trajectories
+      its own; with transformers the    environments                  the end of a sync
+      loop above
+    ServerPool, on both                 health of servers that owe    an answer, or a server   which servers are used
                                         answers, and of lost ones     that is back
     a rollout server, a process of      requests; in a sync, for      4 and 15                 tokens; new weights
       its own                           the end of the pause

@@ -1,7 +1,4 @@
-"""The typed configuration of a run: its fields, their defaults, and the values that each may take.
-
-Plug-ins (algorithm, environment) declare their settings beside their class; here they are a plain mapping.
-"""
+"""The typed configuration of a run: its fields, their defaults, and the values that each may take."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 ABOVE_ZERO = 1e-12
+LORA_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def within(default: Any, lowest: float, highest: float = math.inf) -> Any:
@@ -44,9 +42,7 @@ class LoraConfig:
 
     rank: int = within(0, 0)  # 0: no LoRA
     alpha: float = within(32.0, ABOVE_ZERO)  # the adapter is scaled by alpha / rank
-    targets: list[str] = field(  # Megatron's layers: q, k and v | o | gate and up | down
-        default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-    )
+    targets: list[str] = field(default_factory=lambda: [*LORA_LAYERS])  # of: q, k and v | o | gate and up | down
 
 
 @dataclass
@@ -90,7 +86,7 @@ class OptimizerConfig:
 
 @dataclass
 class PluginConfig:
-    """A plug-in by bare name or dotted path, and the settings that its class declares."""
+    """A plug-in (algorithm, environment) by bare name or dotted path, and the settings that its class declares."""
 
     name: str = MISSING
     settings: dict[str, Any] = field(default_factory=dict)

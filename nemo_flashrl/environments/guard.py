@@ -35,7 +35,8 @@ async def ask(name: str, timeout: float, function: Callable[..., Awaitable[T]], 
     """Await one call of the environment, for at most `timeout` seconds.
 
     It runs in a task of its own, so that one which swallows its cancellation holds up nobody. Code that blocks the
-    event loop, `time.sleep` say, holds up everybody and cannot be ended from here: it belongs into a thread or process.
+    event loop, `time.sleep` say, holds up every episode of this process and cannot be ended from here: a rollout worker
+    is replaced for it, the trainer's process has to wait.
     """
     call = asyncio.ensure_future(_called(name, function, arguments))
     # Where the call is left behind, or this one is cancelled, nobody else asks what it failed of.

@@ -126,6 +126,8 @@ _ROLLOUT = (
     Metric("queue_depth", "trajectories", "finished and not in the batch, waiting for the trainer"),
     Metric("total_trajectories_*", "trajectories", "since the start of the run, as of the step before"),
     Metric("servers_lost", "servers", "removed from the pool in this step, its weight sync included", MACHINE),
+    Metric("workers_lost", "workers", "rollout workers that ended, or were ended, before their episodes", MACHINE),
+    Metric("episodes_restarted", "episodes", "begun anew, since they were lost with a worker", MACHINE),
     Metric("rollout_faults", "tries", "requests and weight syncs of this step that failed and were retried", MACHINE),
     Metric("rollout_faults_*", "tries", "the same by reason; `sync_*` are weight syncs", MACHINE),
     Metric(

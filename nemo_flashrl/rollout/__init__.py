@@ -1,8 +1,10 @@
 """Episodes: prompts -> trajectories -> batches. Imports no trainer.
 
-Collector (collector.py) --episode--> run_episode (episode.py) --ids--> an Engine (engines/)
-     |  PromptStream (prompts.py)          |--text, by Codec (chat_tokens.py)--> Environment (environments/)
+Collector (collector.py) --> Player (player.py) --> run_episode (episode.py) --ids--> an Engine (engines/)
+     |  PromptStream (prompts.py)                     |--text, by Codec (chat_tokens.py)--> Environment (environments/)
      +--> Batch (records.py)
+
+With rollout servers players are in processes of their own: WorkerPool (worker_pool.py) --messages--> Worker (worker.py).
 """
 
 from __future__ import annotations

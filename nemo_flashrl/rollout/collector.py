@@ -92,8 +92,7 @@ class Collector:
         self._prompts = PromptStream(len(tasks), seed=seed) if prompts is None else prompts
         self._temperature, self._batch_size = temperature, batch_size
         self._sizes = FixedGroupSize(group_size) if group_sizes is None else group_sizes
-        self._max_in_flight, self._streaming = max_in_flight, streaming
-        self._max_staleness = max_staleness
+        self._max_in_flight, self._streaming, self._max_staleness = max_in_flight, streaming, max_staleness
         self._replacements = dynamic_sampling_max_groups
         self._replaced = 0  # tied groups that were dropped for the batch that is being collected
         self._waiting: deque[tuple[int, int, int, int]] = deque()  # prompt, task, sample, group size; not begun

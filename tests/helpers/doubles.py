@@ -18,6 +18,7 @@ from nemo_flashrl.records import Batch, Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_tokenizer
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
+from nemo_flashrl.rollout.player import Player
 from nemo_flashrl.rollout.prompts import PromptStream
 
 TOKENIZER = make_tokenizer()
@@ -137,3 +138,8 @@ def collector(
 
 def numbers(batch: Batch) -> list[int]:
     return [t.prompt_index for t in batch.trajectories]
+
+
+def player(source: Collector) -> Player:
+    """What plays the episodes of a collector, in this process."""
+    return source._play.__self__

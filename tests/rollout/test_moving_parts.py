@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from doubles import GET, STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, collector, ids, numbers
+from doubles import GET, STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, collector, ids, numbers, player
 from tiny import random_trajectories
 
 from nemo_flashrl.algorithms.schedules import GroupSize
@@ -202,7 +202,7 @@ def played(source: Collector, steps: range, look: Callable[[Batch], None] = lamb
     async def run() -> list[Batch]:
         batches = []
         for version in steps:
-            source._engine.version = version
+            player(source)._engine.version = version
             batches.append(await asyncio.wait_for(source.collect(version), 60))
             look(batches[-1])
             source.trained(batches[-1])

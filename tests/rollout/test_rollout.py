@@ -22,6 +22,7 @@ from doubles import (
     TornTasks,
     collector,
     numbers,
+    player,
 )
 from tiny import random_trajectories
 
@@ -261,7 +262,7 @@ class Lengthy(ScriptedEnvironment):
 def test_a_prompt_without_room_is_left_out_counted_and_told_of_once(on_too_long: str, capsys) -> None:
     source = collector(ScriptedEngine(GET), lambda: Lengthy([DONE]), batch_size=4, max_in_flight=4, group_size=2)
     tell = LongPrompts("my.Lengthy", 142, 0.1, on_too_long)
-    source._limits = replace(source._limits, on_long_prompt=tell)
+    player(source)._limits = replace(player(source)._limits, on_long_prompt=tell)
     batch = asyncio.run(source.collect(0))
     tasks = [PromptStream(1000).task_index(index) for index in range(max(numbers(batch)) + 1)]
     even = [index for index, task in enumerate(tasks) if task % 2 == 0]
@@ -279,7 +280,9 @@ def test_a_prompt_without_room_is_left_out_counted_and_told_of_once(on_too_long:
 def test_prompts_without_room_end_the_run_as_errors_or_in_a_row() -> None:
     def source(on_too_long: str) -> Collector:
         made = collector(ScriptedEngine(GET), lambda: Lengthy([DONE]), tasks=[1], batch_size=1, max_in_flight=1)
-        made._limits = replace(made._limits, on_long_prompt=LongPrompts("my.Lengthy", 142, 0.1, on_too_long))
+        player(made)._limits = replace(
+            player(made)._limits, on_long_prompt=LongPrompts("my.Lengthy", 142, 0.1, on_too_long)
+        )
         return made
 
     with pytest.raises(ValueError, match="of task 0 has 500 tokens .* or set batching.on_too_long=drop$"):
@@ -292,7 +295,7 @@ def test_metrics_by_hand() -> None:
     """Two turns of 6 action tokens after a prompt of 5, 4 observed and 3 of a mark between: 12 of 24."""
     results = [StepResult("> k 4 0 7 7 7"), DONE]
     source = collector(ScriptedEngine(GET), lambda: ScriptedEnvironment(list(results)), batch_size=2, max_in_flight=2)
-    source._limits = Limits(max_observation_tokens=4)
+    player(source)._limits = Limits(max_observation_tokens=4)
     metrics = asyncio.run(source.collect(3)).metrics
     assert metrics["action_token_share"] == pytest.approx(12 / 24)
     assert metrics["turns"] == 2
@@ -356,7 +359,7 @@ def test_a_dying_episode_stops_the_run(in_flight: int) -> None:
         try:
             for _ in range(2):  # and it stays so
                 with pytest.raises(ConnectionError, match="no server left"):
-                    source._engine.requests = [None] * 6
+                    player(source)._engine.requests = [None] * 6
                     await asyncio.wait_for(source.collect(0), 60)
         finally:
             await source.close()
