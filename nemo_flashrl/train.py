@@ -5,8 +5,7 @@ One trajectory, from hand to hand, each line a file and the function in it that 
     prompt
       1  rollout/prompts.py:PromptStream.next                       its task is drawn
       2  rollout/collector.py:Collector.collect                     a rollout slot is free for it
-      3  rollout/episode.py:run_episode                             turns: actions sampled, observations appended;
-                                                                    with servers in a worker (rollout/worker_pool.py)
+      3  rollout/episode.py:run_episode                             turns: actions sampled, observations appended
       4  engines/http.py:RemoteSampler.generate                     token ids -> tokens, log-probs, policy versions
       5  rollout/groups.py:Siblings.add                             ended; with its group where there are groups
       6  rollout/driver.py:RolloutDriver.collect                    a batch crosses to the trainer's thread

@@ -4,7 +4,7 @@ Collector (collector.py) --> Player (player.py) --> run_episode (episode.py) --i
      |  PromptStream (prompts.py)                     |--text, by Codec (chat_tokens.py)--> Environment (environments/)
      +--> Batch (records.py)
 
-With rollout servers players are in processes of their own: WorkerPool (worker_pool.py) --messages--> Worker (worker.py).
+With servers, players are in processes of their own: WorkerPool (worker_pool.py) --messages--> Worker (worker.py).
 """
 
 from __future__ import annotations
