@@ -40,11 +40,16 @@ def train(stand_in: StandInProcess, folder: Path, name: str, overrides: list[str
     return told | torch.load(out)
 
 
+def saved_run(stand_in: StandInProcess, folder: Path, name: str, overrides: list[str]) -> dict:
+    """Two steps, saved after the first."""
+    saved = str(folder / f"{name}.saved")
+    return train(stand_in, folder, name, overrides, save=saved) | {"saved": saved, "overrides": overrides}
+
+
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def straight(request, stand_in: StandInProcess, folder: Path) -> dict:
-    """Two steps of two data-parallel ranks, saved after the first."""
-    own = {"saved": str(folder / f"{request.param}.saved"), "overrides": [f"model.precision={request.param}"]}
-    return train(stand_in, folder, request.param, own["overrides"], save=own["saved"]) | own
+    """Of two data-parallel ranks."""
+    return saved_run(stand_in, folder, request.param, [f"model.precision={request.param}"])
 
 
 def assert_same(found: dict, expected: dict) -> None:
@@ -52,6 +57,14 @@ def assert_same(found: dict, expected: dict) -> None:
     for kind, tensors in expected.items():
         assert found[kind].keys() == tensors.keys()
         assert all(torch.equal(found[kind][name], tensor) for name, tensor in tensors.items()), kind
+
+
+def assert_next_step_is_near(resumed: dict, straight: dict) -> None:
+    (first, second), (step,) = straight["steps"], resumed["steps"]
+    assert worst_error(step["exp_avg"], second["exp_avg"]) < (1e-5,)
+    # Adam's second step is nearly the gradient's sign: entries near 0 may differ.
+    moved = [{name: s["param"][name] - first["param"][name] for name in first["param"]} for s in (step, second)]
+    assert worst_error(*moved) < (1e-2,)
 
 
 @pytest.mark.parametrize("straight", ["bf16"], indirect=True)
@@ -66,15 +79,18 @@ def test_resumed_at_the_same_sizes_bit_for_bit(stand_in, folder, straight) -> No
 
 def test_resumed_on_two_tensor_ranks(stand_in, folder, straight) -> None:
     """Weights, fp32 weights and moments bit for bit; what follows by the rounding of products that are cut."""
-    first, second = straight["steps"]
     resumed = train(stand_in, folder, "tensor", [*straight["overrides"], *TENSOR], resume=straight["saved"])
-    assert_same(resumed["begun"], first)
-    (step,) = resumed["steps"]
+    assert_same(resumed["begun"], straight["steps"][0])
     if straight["overrides"] == ["model.precision=fp32"]:
-        assert worst_error(step["exp_avg"], second["exp_avg"]) < (1e-5,)
-        # Adam's second step is nearly the gradient's sign: entries near 0 may differ.
-        moved = [{name: s["param"][name] - first["param"][name] for name in first["param"]} for s in (step, second)]
-        assert worst_error(*moved) < (1e-2,)
+        assert_next_step_is_near(resumed, straight)
+
+
+def test_two_tensor_ranks_resumed_as_data_parallel_ones(stand_in, folder) -> None:
+    precision = ["model.precision=fp32"]
+    straight = saved_run(stand_in, folder, "of_tensor_ranks", [*precision, *TENSOR])
+    resumed = train(stand_in, folder, "data", precision, resume=straight["saved"])
+    assert_same(resumed["begun"], straight["steps"][0])
+    assert_next_step_is_near(resumed, straight)
 
 
 def test_one_rank_gathers_the_optimizer(straight) -> None:

@@ -7,7 +7,7 @@ the step are both linear in them, and what is no layer's is a larger part of the
 from __future__ import annotations
 
 import pytest
-from gpu_sizes import PLAN_TOLERANCE, over_budget
+from gpu_sizes import HEAD_SYNCS, PLAN_TOLERANCE, over_budget
 from paths import ROOT
 from stand_in_process import StandInProcess
 
@@ -87,3 +87,7 @@ def test_callbacks_around_a_step(step: dict) -> None:
     assert around["reference follows"]["syncs"] == 0
     assert around["reference swap"]["syncs"] <= 2
     assert around["refit stream"]["syncs"] == 0
+    # Whatever the number of microbatches; a pass over one has the head's looks beside it.
+    assert around["KL in the reward"]["syncs"] == around["reference means"]["syncs"] == 1
+    assert around["first states"]["syncs"] <= HEAD_SYNCS["logprob"] + 1
+    assert around["pass agreement"]["syncs"] <= 2 * HEAD_SYNCS["logprob"] + 1
