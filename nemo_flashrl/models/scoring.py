@@ -123,7 +123,8 @@ def check_passes_agree(pipeline: MegatronParallel, microbatch: dict[str, Tensor]
     if scored is not None:
         answers = (trained[0].logprobs, scored[0].logprobs, microbatch["target_mask"].float())
         *both, mask = torch.stack(answers).cpu()
-        worst = disagreement(torch.stack(both)[:, mask > 0].double(), next(pipeline.parameters()).dtype, config.num_layers)
+        both = torch.stack(both)[:, mask > 0].double()
+        worst = disagreement(both, next(pipeline.parameters()).dtype, config.num_layers)
     everyone: list[tuple[float, ...]] = [worst] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, worst, group=platform.object_group())
     distance, in_training, without_gradient = max(everyone)
