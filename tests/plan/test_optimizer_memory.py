@@ -178,22 +178,24 @@ def test_bytes_of_a_parameter() -> None:
 
 def test_host_memory_of_a_checkpoint() -> None:
     """Bytes of a parameter, written and read; what Megatron holds is counted in tests/gpu_shapes."""
+    gate_and_up = 2 * 32 * 14336 * 4096
     cases = {  # layout -> written, read
-        Layout(): (32, 12),
-        Layout(data=2): (26, 24),
-        Layout(data=2, context=4): (24, 24),  # 21.5 while it is gathered
-        Layout(data=2, reference="ema"): (26, 28),
+        Layout(): (32 * EIGHT_B, 12 * (EIGHT_B + gate_and_up)),
+        Layout(data=2): (26 * EIGHT_B, 24 * EIGHT_B),
+        Layout(data=2, context=4): (24 * EIGHT_B, 24 * EIGHT_B),  # 21.5 while it is gathered
+        Layout(data=2, reference="ema"): (26 * EIGHT_B, 28 * EIGHT_B),
     }
-    for layout, (written, read) in cases.items():
+    for layout, expected in cases.items():
         held = stage_memory(SHAPE, layout, 0, 1)
-        assert (held.host_save, held.host_load) == (written * EIGHT_B, read * EIGHT_B), layout
+        assert (held.host_save, held.host_load) == expected, layout
     adapters = stage_memory(SHAPE, Layout(lora_rank=8), 0, 1)  # 12 bytes a factor twice, and 2 of all weights
     factors = adapters.host_load // 12
     assert adapters.host_save == 24 * factors + 2 * (EIGHT_B + factors)
-    experts = model_shape(MIXTRAL_8X7B)  # of two ranks each holds half of the experts, and exchanges the rest alone
-    spread, whole = (stage_memory(experts, Layout(tensor=1, data=2, expert=n), 0, 1) for n in (2, 1))
-    assert whole.host_load == 24 * experts.parameters
-    assert spread.host_load == 24 * experts.parameters - (24 * 2 - 12) * experts.expert_parameters(1, 1, 2)
+    shape = model_shape(MIXTRAL_8X7B)  # of two ranks each holds half of the experts, and exchanges the rest alone
+    spread, whole = (stage_memory(shape, Layout(data=2, expert=n), 0, 1) for n in (2, 1))
+    half = shape.expert_parameters(1, 1, 2)
+    assert whole.host_load == 24 * shape.parameters
+    assert spread.host_load == 24 * (shape.parameters - 2 * half) + 12 * half + 8 * half
 
 
 def test_8b_at_32k_fits_one_card_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def main(
     save: str | None = None,
     resume: str | None = None,
 ) -> dict:
-    """Rank 0 writes what was held to `out`. Returns counts by rank, of two saves or a load, and what saves were told."""
+    """Rank 0 writes what was held to `out`. Returns counts by rank, of two saves or a load, and what saves are told."""
     platform.install()
     driver = SavedDriver(Path(trajectories)) if os.environ["RANK"] == "0" else None
     watched = Watched(vocab_size, save)
