@@ -4,7 +4,8 @@
 #
 #   docker/try_without_registry.sh FOLDER [trainer|tests|rollout|refusal ...]     as root; 20 GB; apt: buildah debootstrap
 #
-# STORAGE_DRIVER=vfs where the kernel has no overlay file system.
+# STORAGE_DRIVER=vfs where the kernel has no overlay file system; MIRROR=URL where Debian's packages come from another
+# place than debootstrap's default.
 #
 # It proves that every step of the Dockerfiles runs, that nothing of the base is replaced and a base that would need it
 # is refused, that entry point, launcher scripts and import check work, as any user, and that `make test` runs inside.
@@ -17,7 +18,6 @@ shift
 [ $# -gt 0 ] || set -- trainer tests
 VENV=$(realpath "${VENV:-.venv}") ROLLOUT_VENV=$(realpath -m "${ROLLOUT_VENV:-.venv-rollout}")
 TESTS=${TESTS:-tests/algorithms/test_advantages.py tests/package/test_recipes.py tests/package/test_imports.py}
-MIRROR=${MIRROR:-http://deb.debian.org/debian}
 DEBIAN=ca-certificates,make,git,procps,libssl3,libffi8,libsqlite3-0,libbz2-1.0,liblzma5,libreadline8,libncursesw6,libuuid1,libgomp1,libnuma1
 mkdir -p "$FOLDER"
 
@@ -25,7 +25,7 @@ storage() { buildah --root "$FOLDER/storage" --runroot "$FOLDER/run" --storage-d
 
 debian() {
     [ -e "$FOLDER/debian/etc/debian_version" ] ||
-        debootstrap --variant=minbase --include="$DEBIAN" bookworm "$FOLDER/debian" "$MIRROR" >"$FOLDER/debootstrap.log"
+        debootstrap --variant=minbase --include="$DEBIAN" bookworm "$FOLDER/debian" ${MIRROR:+"$MIRROR"} >"$FOLDER/debootstrap.log"
 }
 
 # An image NAME whose /opt/venv has VENV's packages, without this one.

@@ -29,13 +29,12 @@ from real_server import RealServer, served  # noqa: E402
 from session_processes import SessionProcesses  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
-from nemo_flashrl.platform.cpu_patches import torch_patches  # noqa: E402
+from nemo_flashrl.platform.cpu_patches import no_compilation  # noqa: E402
 from nemo_flashrl.rehearsal.warm_start import make_warm_start  # noqa: E402
 
 if not torch.cuda.is_available():  # some modules of tests import Megatron, which compiles, with no platform prepared
-    for patch in torch_patches():
-        if patch.name == "load_inline":
-            setattr(patch.owner, patch.name, patch.replacement)
+    patch = no_compilation()
+    setattr(patch.owner, patch.name, patch.replacement)
 
 # What the tests of such a folder share takes half a minute or more to make: one worker has all of them.
 SHARE = ("vllm_server", "real_weights", "gpu_shapes")

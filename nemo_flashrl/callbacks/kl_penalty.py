@@ -72,9 +72,7 @@ class KLPenaltyCallback(pl.Callback):
     def _reduce_rewards(self, step: MegatronStep, microbatches: list[dict[str, Tensor]]) -> None:
         """By the mean KL of each trajectory, on every rank's microbatches. A collective."""
         scores = score(step.pipeline, microbatches)
-        rows = []
-        for microbatch, answer in zip(microbatches, scores or (), strict=scores is not None):
-            rows += self._rows(microbatch, answer.logprobs)
+        rows = self._rows(microbatches, [answer.logprobs for answer in scores]) if scores is not None else []
         everyone: list[list[Row] | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, rows, group=platform.object_group())
         divergences = dict(row for part in everyone for row in part)
@@ -83,13 +81,22 @@ class KLPenaltyCallback(pl.Callback):
         current.reduce_rewards(microbatches, penalties)
         current.report({"kl_penalty": float(penalties.mean())})
 
-    def _rows(self, microbatch: dict[str, Tensor], logprobs: Tensor) -> list[Row]:
-        """Of the microbatch's trajectories, with the mean KL over their action tokens on all context-parallel ranks."""
-        mask, count = microbatch["target_mask"], len(microbatch["trajectory"])
-        both = (values[mask].double() for values in (logprobs, microbatch["reference_logprobs"]))
-        divergence, _ = kl_estimate(self.estimator, *both)
-        sums = torch.zeros(2, count, dtype=torch.float64, device=logprobs.device)
-        sums.index_add_(1, microbatch["row_index"][mask], torch.stack([divergence, torch.ones_like(divergence)]))
+    def _rows(self, microbatches: list[dict[str, Tensor]], logprobs: list[Tensor]) -> list[Row]:
+        """Of the trajectories here, with the mean KL over their action tokens on all context-parallel ranks.
+
+        The host looks at the device once.
+        """
+        sums = torch.cat([self._sums(*own) for own in zip(microbatches, logprobs, strict=True)], 1)
         torch.distributed.all_reduce(sums, group=parallel_state.get_context_parallel_group())
         means = sums[0] / sums[1].clamp(min=1)  # one that is left out may have no token
-        return [row for row in zip(microbatch["trajectory"].tolist(), means.tolist(), strict=True) if row[0] >= 0]
+        places = torch.cat([microbatch["trajectory"] for microbatch in microbatches])
+        return [row for row in zip(places.tolist(), means.tolist(), strict=True) if row[0] >= 0]
+
+    def _sums(self, microbatch: dict[str, Tensor], logprobs: Tensor) -> Tensor:
+        """KL and number of the action tokens here of each of R trajectories, float64 [2, R]."""
+        mask = microbatch["target_mask"]
+        both = (torch.where(mask, values, 0).double() for values in (logprobs, microbatch["reference_logprobs"]))
+        divergence, _ = kl_estimate(self.estimator, *both)  # 0 where both are
+        counted = torch.stack([torch.where(mask, divergence, 0).flatten(), mask.double().flatten()])
+        sums = counted.new_zeros(2, len(microbatch["trajectory"]))
+        return sums.index_add_(1, microbatch["row_index"].flatten(), counted)

@@ -134,7 +134,7 @@ def _means(microbatches: list[dict[str, Tensor]], scores: list[TokenScores] | No
     if scores is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
         for microbatch, answer in zip(microbatches, scores, strict=True):
             mask = microbatch["target_mask"]
-            values = (mask, answer.logprobs[mask], answer.entropies[mask])
+            values = (mask, *(torch.where(mask, own, 0) for own in (answer.logprobs, answer.entropies)))
             sums += torch.stack([value.double().sum() for value in values])
     torch.distributed.all_reduce(sums)
     count, logprob, entropy = sums.tolist()

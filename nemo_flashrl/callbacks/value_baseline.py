@@ -55,7 +55,8 @@ def _on_first_rank(microbatches: list[dict[str, Tensor]], states: list[Tensor] |
     """The states [B, H] by the trajectories' places, on global rank 0; None elsewhere."""
     own: dict[int, Tensor] = {}
     for microbatch, part in zip(microbatches, states or (), strict=states is not None):
-        own |= dict(zip(microbatch["trajectory"].tolist(), part, strict=True))
+        rows = (row.clone() for row in part)  # a view is sent with all of what it is a view of
+        own |= dict(zip(microbatch["trajectory"].tolist(), rows, strict=True))
     first = torch.distributed.get_rank() == 0
     everyone: list[Any] | None = [None] * torch.distributed.get_world_size() if first else None
     torch.distributed.gather_object(own, everyone, dst=0, group=platform.object_group())

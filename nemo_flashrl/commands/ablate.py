@@ -24,7 +24,7 @@ def add_ablate(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ablate.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
-    ablate.add_argument("overrides", nargs="*", metavar="key=value", help="overrides for every run")
+    ablate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides for every run")
     ablate.add_argument(
         "--vary", action="append", required=True, metavar="KEY=V1,V2,...", help="a setting and its values; repeatable"
     )

@@ -20,7 +20,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     )
     what = "Hugging Face folder, its config.json, or a configuration's .yaml"
     plan.add_argument("model", type=os.path.expanduser, metavar="MODEL", help=what)
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of a configuration's settings")
+    plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of a configuration")
     plan.add_argument("--device", default=None, metavar="NAME", help=f"{' | '.join(DEVICES)} (default H800)")
     plan.add_argument(
         "--gpus", type=at_least(1), default=None, metavar="N", help="GPUs of the trainer (default: TP x PP x CP)"

@@ -22,7 +22,9 @@ def add_serve_rollout(commands: Any) -> None:
         epilog='example: flashrl serve-rollout my_run.yaml --port 8000 --vllm-flags "--gpu-memory-utilization 0.8"',
     )
     parser.add_argument("config", metavar="CONFIG", help="the configuration of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file's settings")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="overrides of the file's settings"
+    )
     parser.add_argument("--host", default=default.host, help="address to listen on (default %(default)s)")
     count, port = at_least(1), at_least(1, 65535)
     parser.add_argument("--port", type=port, metavar="N", help="port of the first server; the others follow")

@@ -27,7 +27,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG", help="a .yaml file, or the name of one under conf/experiment")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the file's settings")
+    train.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the file's settings")
     train.set_defaults(run=_train)
 
 

@@ -25,6 +25,7 @@ from nemo_flashrl.config.overrides import (
     PRESETS,
     hydra_override,
     is_named_as_a_folder,
+    misfit,
     quoted,
     refuse_renamed,
     set_field,
@@ -71,7 +72,7 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
         for text in fields:
             set_field(raw, text)
         refuse_renamed(raw, path)
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), raw)
+        merged = _typed(raw, path)
         for key in unneeded:
             if OmegaConf.select(merged, key) is None:  # missing
                 OmegaConf.update(merged, key, "")
@@ -83,6 +84,16 @@ def load(name_or_path: str, overrides: Sequence[str] | None = None, *, unneeded:
     if (folder := str(path.parent.resolve())) not in sys.path and conf_folder() not in path.parents:
         sys.path.append(folder)  # last: it hides nothing that is installed
     return config
+
+
+def _typed(raw: DictConfig, path: Path) -> DictConfig:
+    """`raw`, read from `path`, over the schema's defaults."""
+    try:
+        return OmegaConf.merge(OmegaConf.structured(RunConfig), raw)
+    except OmegaConfBaseException as error:
+        if wrong := misfit(RunConfig, OmegaConf.to_container(raw)):
+            raise ValueError(f"{path}: {wrong}") from error
+        raise
 
 
 def _expand_paths(config: DictConfig) -> None:
@@ -122,7 +133,7 @@ def load_saved(path: Path) -> RunConfig:
     """
     try:
         saved = with_new_names(OmegaConf.load(path))
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), saved))
+        return OmegaConf.to_object(_typed(saved, path))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise ValueError(_one_line(error, path)) from error
 
@@ -263,7 +274,8 @@ def settings_of(plugin: type, given: dict[str, Any], where: str) -> Any:
         given = _with_paths(plugin.Settings, given)
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(plugin.Settings), given))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{where}.settings.{error.full_key}: {str(error).splitlines()[0]}") from error
+        wrong = misfit(plugin.Settings, given, f"{where}.settings.")
+        raise ValueError(wrong or f"{where}.settings.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
 def _with_paths(settings: type, given: dict[str, Any]) -> dict[str, Any]:

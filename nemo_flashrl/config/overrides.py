@@ -1,4 +1,4 @@
-"""`key=value` of a command line -> an override in Hydra's grammar; keys that had another name.
+"""`key=value` of a command line -> an override in Hydra's grammar; values that no field takes; keys renamed.
 
 A renamed key is refused where a user writes it, and translated in a run's own record.
 """
@@ -6,15 +6,18 @@ A renamed key is refused where a user writes it, and translated in a run's own r
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from nemo_flashrl.config.schema import RunConfig
 
@@ -41,7 +44,8 @@ def hydra_override(text: str, conf: Path, own: Path, chosen: Collection[str] = (
     "++output='runs/with space,and comma'"
 
     Raises:
-        ValueError: it is not of the form key=value, or its value cannot be read; says how to quote it.
+        ValueError: it is not of the form key=value, or its value cannot be read, where it says how to quote it, or is
+            none that the field takes.
     """
     if text.startswith("~"):
         return text
@@ -62,6 +66,11 @@ def hydra_override(text: str, conf: Path, own: Path, chosen: Collection[str] = (
             return f"++{key}={quoted(value)}"
         if parsed is None or parsed.is_sweep_override():
             raise ValueError(_unreadable(key, value))
+    given = parsed.value()
+    for part in reversed(key.split(".")):
+        given = {part: given}
+    if wrong := misfit(RunConfig, given):
+        raise ValueError(wrong)
     return f"++{text}"
 
 
@@ -121,6 +130,52 @@ def _type(key: str) -> Any:
     for part in key.split("."):
         owner = get_type_hints(owner).get(part) if dataclasses.is_dataclass(owner) else None
     return owner
+
+
+def misfit(schema: type, given: Mapping[str, Any], prefix: str = "") -> str | None:
+    """Field, value and what would be right of the first value that the dataclass `schema` cannot take.
+
+    >>> misfit(RunConfig, {"trainer": {"steps": "abc"}})
+    'trainer.steps=abc: must be a whole number'
+    """
+    for name, value in given.items():
+        kind = get_type_hints(schema).get(name)
+        if not dataclasses.is_dataclass(kind):
+            if kind is not None and not _fits(schema, name, value):
+                return f"{prefix}{name}={_shown(value)}: must be {_what_fits(kind, f'{prefix}{name}', value)}"
+        elif not isinstance(value, Mapping):
+            fields = ", ".join(item.name for item in dataclasses.fields(kind))
+            return (
+                f"{prefix}{name}={_shown(value)}: is a section; set one of its fields with {prefix}{name}.FIELD=..., "
+                f"of {fields}"
+            )
+        elif wrong := misfit(kind, value, f"{prefix}{name}."):
+            return wrong
+    return None
+
+
+def _fits(schema: type, name: str, value: Any) -> bool:
+    try:
+        OmegaConf.merge(OmegaConf.structured(schema), {name: value})
+    except OmegaConfBaseException:
+        return False
+    return True
+
+
+def _what_fits(kind: Any, key: str, value: Any) -> str:
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    null = " or null" if NoneType in kinds else ""
+    if get_origin(kinds[0]) is list:
+        example = f", as {key}=[{value}]" if isinstance(value, str | int | float) else f", as {key}=[a,b]"
+        return f"a list{example}{null}"
+    if get_origin(kinds[0]) is dict:
+        each = "number" if get_args(kinds[0])[1] is float else "value"
+        return f"names with a {each} each, set with {key}.NAME=...{null}"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(kinds[0], "text") + null
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def refuse_renamed(config: DictConfig, path: Path) -> None:

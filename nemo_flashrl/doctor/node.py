@@ -23,8 +23,9 @@ from nemo_flashrl.doctor.hosts import compare_hosts
 from nemo_flashrl.plan.devices import DEVICES
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
-# Package -> the lines of releases that the tests and NVIDIA's images 25.11 and 26.02 hold; docs/cluster.md shows it.
-TESTED = {
+# Package -> the lines of releases that this package is written for, which the tests and NVIDIA's images 25.11 and 26.02
+# hold; docs/cluster.md shows them.
+ACCEPTED = {
     "nemo_toolkit": ("2.6", "2.7"),
     "megatron-core": platform.SUPPORTED_MEGATRON,
     "transformers": ("4",),
@@ -81,24 +82,26 @@ def _devices(config: RunConfig) -> Iterator[Look]:
 
 def _packages(config: RunConfig) -> Iterator[Look]:
     yield Look(OK, "torch", platform.describe()["torch"])
-    for name, lines in TESTED.items():
+    for name, lines in ACCEPTED.items():
         version = installed(name)
-        tested = version is not None and in_line(version, lines)
+        accepted = version is not None and in_line(version, lines)
         # Another line may well run; a package that is not there does not.
-        state = OK if tested else WARN if version else FAIL
-        yield Look(state, name, version if tested else f"{version or 'not installed'}; tested: {', '.join(lines)}")
+        state = OK if accepted else WARN if version else FAIL
+        yield Look(state, name, version if accepted else f"{version or 'not installed'}; {_written_for(lines)}")
     for name, (lines, cost) in ON_GPUS.items():
         version = installed(name)
         if version:
-            untested = lines and not in_line(version, lines)
-            yield Look(
-                WARN if untested else OK, name, f"{version}; tested: {', '.join(lines)}" if untested else version
-            )
+            other = lines and not in_line(version, lines)
+            yield Look(WARN if other else OK, name, f"{version}; {_written_for(lines)}" if other else version)
         elif config.cluster.gpus_per_node:
             needed = name == "transformer-engine" and config.parallel.context > 1
             yield Look(FAIL if needed else WARN, name, f"not installed: {cost}")
         else:
             yield Look(OK, name, "not installed; used on GPUs only")
+
+
+def _written_for(lines: Sequence[str]) -> str:
+    return f"this package is written for {' and '.join(lines)}"
 
 
 def installed(name: str) -> str | None:

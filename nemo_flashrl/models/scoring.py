@@ -121,7 +121,9 @@ def check_passes_agree(pipeline: MegatronParallel, microbatch: dict[str, Tensor]
     trained, scored = _forward(pipeline, [microbatch], False), score(pipeline, [microbatch])
     worst, config = (0.0, 0.0, 0.0), pipeline.module.config
     if scored is not None:
-        both = torch.stack([trained[0].logprobs, scored[0].logprobs])[:, microbatch["target_mask"]].double().cpu()
+        answers = (trained[0].logprobs, scored[0].logprobs, microbatch["target_mask"].float())
+        *both, mask = torch.stack(answers).cpu()
+        both = torch.stack(both)[:, mask > 0].double()
         worst = disagreement(both, next(pipeline.parameters()).dtype, config.num_layers)
     everyone: list[tuple[float, ...]] = [worst] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, worst, group=platform.object_group())
@@ -170,7 +172,7 @@ def first_states(pipeline: MegatronParallel, microbatches: Sequence[dict[str, Te
             hidden = gather_from_sequence_parallel_region(hidden)
         places, known = first_places(microbatches[len(seen)])
         states = hidden.reshape(-1, hidden.shape[-1])[places].float()
-        seen.append(torch.where(known[:, None], states, 0).cpu())
+        seen.append(torch.where(known[:, None], states, 0))
 
     hook = head.register_forward_pre_hook(keep) if head is not None else None
     try:
@@ -178,16 +180,16 @@ def first_states(pipeline: MegatronParallel, microbatches: Sequence[dict[str, Te
     finally:
         if hook is not None:
             hook.remove()
-    return seen or None
+    return [states.cpu() for states in seen] or None
 
 
 def first_places(microbatch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Where each trajectory's first trained token is predicted, int64 [R] in the head's order; if at all, [R]."""
     mask, count = microbatch["target_mask"], len(microbatch["advantages"])
     rows, length = mask.shape
-    places = torch.arange(mask.numel(), device=mask.device).view_as(mask)
     beyond = torch.full((count,), mask.numel(), device=mask.device)
-    first = beyond.scatter_reduce(0, microbatch["row_index"][mask], places[mask], "amin")
+    places = torch.where(mask.flatten(), torch.arange(mask.numel(), device=mask.device), mask.numel())
+    first = beyond.scatter_reduce(0, microbatch["row_index"].flatten(), places, "amin")
     known = first < mask.numel()
     first = torch.where(known, first, 0)
     return first % length * rows + first // length, known

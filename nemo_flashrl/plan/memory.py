@@ -72,6 +72,7 @@ class StageMemory:
     host_reference: int
     host_optimizer: int
     host_save: int  # while a checkpoint is written, on the first of the ranks that share an optimizer's state
+    host_load: int  # while one is read, on each rank
 
     @property
     def device(self) -> int:
@@ -95,7 +96,9 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
     step       8 a trained one with bf16 moments: FusedAdam of Transformer Engine before 2.13 widens all of them
     host       4 a parameter of a reference; 16 an offloaded one: fp32 weight, gradient and moments
       save     12 a trained one more, the ranks' state in fp32, on the first of them; and while it is gathered 20, of
-               which 12 for the rank's own share alone
+               which 12 for the rank's own share alone, or while it is written 12, copies, and its part of the weights
+      load     12 a trained one, into which a rank reads, and where others hold the same as much for what they exchange;
+               where they do not, for an MLP's gate and up projections, which are put together again
 
     LoRA trains its factors alone. Experts are counted as if each got as many tokens as the others.
     """
@@ -106,9 +109,11 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
     count = dense + experts + adapters
     trained, trained_experts = (adapters, 0) if layout.lora_rank else (dense, experts)
     dense_shares, expert_shares = layout.optimizer_shares if layout.distributed_optimizer else (1, 1)
-    shared = ((trained, dense_shares), (trained_experts, expert_shares))
-    kinds = [_optimizer(n, shares, layout) for n, shares in shared]
+    mlp = 0 if layout.lora_rank or shape.experts else shape.layers // pipeline * 3 * shape.ffn * shape.hidden // tensor
+    shared = ((trained, mlp, dense_shares), (trained_experts, trained_experts, expert_shares))
+    kinds = [_optimizer(n, shares, layout) for n, _, shares in shared]
     optimizer, step, host_optimizer = map(sum, zip(*kinds, strict=True))
+    host_save, host_load = _checkpoint(shared, count, layout) if layout.distributed_optimizer else (0, 0)
     own = -(-tokens // layout.context)
     return StageMemory(
         weights=count * layout.element,
@@ -121,8 +126,20 @@ def stage_memory(shape: ModelShape, layout: Layout, stage: int, tokens: int) -> 
         step=step,
         host_reference=0 if layout.reference == "none" else count * FLOAT,
         host_optimizer=host_optimizer,
-        host_save=layout.distributed_optimizer * sum(20 * n + 12 * -(-n // shares) for n, shares in shared),
+        host_save=host_save,
+        host_load=host_load,
     )
+
+
+def _checkpoint(shared: tuple[tuple[int, int, int], ...], count: int, layout: Layout) -> tuple[int, int]:
+    """Host memory while `count` parameters are written and read; `shared`: those trained, of MLPs, ranks of a state."""
+    copies = layout.data * layout.context
+    state = sum(12 * n for n, *_ in shared)
+    gathered = sum(20 * n + 12 * -(-n // shares) for n, _, shares in shared)
+    written = max(state, (state + count * layout.element) // copies)  # weights are written where least else is
+    again = sum(12 * n if min(copies, shares) > 1 else 8 * mlp for n, mlp, shares in shared)
+    reference = 0 if layout.reference == "none" or copies == 1 else count * FLOAT
+    return max(gathered, state + written), state + again + reference
 
 
 def _optimizer(trained: int, shares: int, layout: Layout) -> tuple[int, int, int]:

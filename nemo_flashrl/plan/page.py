@@ -212,6 +212,8 @@ def _memory_table(memory: list[StageMemory]) -> list[str]:
     if saving := max(held.host_save for held in memory):
         first = "more of host memory on the first of the ranks that share an optimizer's state"
         lines.append(f"  while a checkpoint is written: {saving / GIB:.2f} GiB {first}")
+        loading = max(held.host_load for held in memory)
+        lines.append(f"  while one is read: {loading / GIB:.2f} GiB more of host memory on every rank")
     if any(held.step > held.activations + max(held.layer, held.head - held.recomputed) for held in memory):
         steps = ", ".join(f"{held.step / GIB:.2f}" for held in memory)
         lines.append(f"  the peak is in the optimizer's step, which widens bf16 moments: {steps} GiB, no activations")

@@ -85,9 +85,20 @@ class _NoStream:
         return self
 
 
-def torch_patches() -> list[Patch]:
+def no_compilation() -> Patch:
+    """What importing Megatron needs beside a CUDA toolkit and no GPU; the other patches are for what runs."""
     from torch.utils import cpp_extension
 
+    return Patch(
+        cpp_extension,
+        "load_inline",
+        _compile_nothing,
+        "megatron.core.inference.unified_memory 0.15: compiles CUDA code when imported, which beside nvcc and without "
+        "a GPU ends in an IndexError of torch's that it does not expect",
+    )
+
+
+def torch_patches() -> list[Patch]:
     cpu = torch.device("cpu")
     factories = (
         "tensor zeros ones empty full arange rand randn randint as_tensor zeros_like ones_like empty_like full_like"
@@ -101,13 +112,7 @@ def torch_patches() -> list[Patch]:
         Patch(torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron.core.utils, schedules: Tensor.cuda()"),
         Patch(torch.nn.Parameter, "type", _gpu_type_name, "megatron.core.optimizer 0.15, 0.16: refuses other names"),
         Patch(torch, "compile", _eager, "megatron.core.jit: imports the compiler, for fusions that a CPU does not use"),
-        Patch(
-            cpp_extension,
-            "load_inline",
-            _compile_nothing,
-            "megatron.core.inference.unified_memory 0.15: compiles CUDA code when imported, which beside nvcc and "
-            "without a GPU ends in an IndexError of torch's that it does not expect",
-        ),
+        no_compilation(),
         Patch(torch.nn.Module, "cuda", lambda self, *a, **k: self, "nemo megatron_parallel.init_model_parallel"),
     ]
     calls: dict[str, tuple[Any, str]] = {

@@ -57,6 +57,14 @@ def test_help(flashrl, command: list[str]) -> None:
     assert out.startswith("usage: flashrl")
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "ablate", "serve-rollout"])
+def test_what_is_missing_is_what_is_needed(flashrl, command: str) -> None:
+    code, _, err = flashrl(command)
+    assert code == 2
+    last = err.splitlines()[-1]
+    assert "arguments are required: " in last and "key=value" not in last
+
+
 BAD = {  # overrides -> what the line says
     "misspelt key": (["trainer.stps=3"], ["trainer.stps", "steps"]),
     "misspelt setting of a plug-in": (["algorithm.settings.dleta=1"], ["algorithm.settings.dleta", "delta"]),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paths import TESTS
 
-from nemo_flashrl import environments
+from nemo_flashrl import algorithms, environments
 from nemo_flashrl.commands import path
 from nemo_flashrl.config import load, load_saved, quoted, read_plain, settings_of
 from nemo_flashrl.config.overrides import RENAMED
@@ -47,6 +47,16 @@ REFUSED = {  # override -> how the line begins and ends
     "model=3": ("model=3: must be one of llama3_70b, ", ", tiny; set one of its fields with model.FIELD=..."),
     "algorithm=ppo": ("algorithm=ppo: must be one of flash_reinforce, ", "algorithm.FIELD=..."),
     "recipe=papr": ("recipe=papr: must be one of grpo_baseline, ", ", paper"),  # a preset has no fields
+    "trainer.steps=abc": ("trainer.steps=abc: must be a whole number", "number"),
+    "parallel.sequence=[1]": ("parallel.sequence=[1]: must be true or false", "false"),
+    "rollout.servers=foo": ("rollout.servers=foo: must be a list, as ", " rollout.servers=[foo]"),
+    "rollout.max_staleness=late": ("rollout.max_staleness=late: must be a whole number or null", "null"),
+    "curriculum.mixture=3": ("curriculum.mixture=3: must be names with a number each", " curriculum.mixture.NAME=..."),
+    "parallel=2": (
+        "parallel=2: is a section; set one of its fields with parallel.FIELD=..., of tensor, pipeline, ",
+        ", overlap_gradients",
+    ),
+    "optimizer=[1]": ("optimizer=[1]: is a section; set one", ""),
     "+model=ü": ("+model=ü: cannot be parsed", "\"+model='ü'\""),
 }
 
@@ -58,6 +68,15 @@ def test_what_cannot_be_read_is_named_with_what_would_be_right(override: str) ->
     first, last = REFUSED[override]
     assert str(refusal.value).startswith(first)
     assert str(refusal.value).endswith(last)
+
+
+def test_a_value_of_a_file_or_of_a_plug_in_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("defaults: [/experiment/rehearsal, _self_]\ntrainer: {steps: soon}\n")
+    with pytest.raises(ValueError, match=r"own.yaml: trainer.steps=soon: must be a whole number$"):
+        load(str(file), GIVEN)
+    with pytest.raises(ValueError, match=r"^algorithm.settings.delta=x: must be a number$"):
+        settings_of(algorithms.load("flash_reinforce"), {"delta": "x"}, "algorithm")
 
 
 @pytest.mark.parametrize(

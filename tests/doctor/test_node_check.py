@@ -14,7 +14,8 @@ import pytest
 from paths import ROOT
 
 from nemo_flashrl.cli import main
-from nemo_flashrl.doctor.node import ON_GPUS, TESTED, existing_parent, file_system, in_line
+from nemo_flashrl.doctor import node
+from nemo_flashrl.doctor.node import ACCEPTED, ON_GPUS, existing_parent, file_system, in_line
 
 MOUNTS = "/dev/a / ext4 rw 0 0\nserver:/x /shared nfs4 rw 0 0\ntmpfs /shared/fast tmpfs rw 0 0\n"
 
@@ -29,7 +30,7 @@ def look(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict
 def test_this_machine_is_fit_for_the_rehearsal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, states = look(capsys, "rehearsal", f"output={tmp_path / 'run'}")
     assert code == 0
-    assert set(TESTED) | set(ON_GPUS) | {"GPUs", "torch", "open files", "output"} <= set(states)
+    assert set(ACCEPTED) | set(ON_GPUS) | {"GPUs", "torch", "open files", "output"} <= set(states)
     assert list(tmp_path.iterdir()) == []
     assert look(capsys)[0] == 0
 
@@ -82,8 +83,16 @@ def test_lines_of_releases() -> None:
 
 def test_the_table_in_the_docs() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text()
-    for name, lines in {**TESTED, "transformer-engine": ON_GPUS["transformer-engine"][0]}.items():
+    for name, lines in {**ACCEPTED, "transformer-engine": ON_GPUS["transformer-engine"][0]}.items():
         assert re.search(rf"^\| `{name}`.*\| {re.escape(', '.join(lines))} \|$", page, re.M), name
+
+
+def test_a_release_that_this_package_is_not_written_for(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "installed", {"megatron-core": "0.14.2"}.get)
+    main(["doctor", "env", "rehearsal"])
+    page = capsys.readouterr().out
+    assert re.search(r"WARN megatron-core +0.14.2; this package is written for 0.15 and 0.16\n", page)
+    assert re.search(r"FAIL nemo_toolkit +not installed; this package is written for 2.6 and 2.7\n", page)
 
 
 @pytest.mark.parametrize(("shift", "agrees"), [(0, True), (5, False)])

@@ -32,10 +32,8 @@ def main() -> int:
             f"{sys.executable} has no {' and no '.join(missing)}: start it with the trainer's Python", file=sys.stderr
         )
         return 2
-    if not options.fake and not has_gpu():
-        print(
-            "no CUDA device is here; --fake (make gpu-check FAKE=1) rehearses the checks without one", file=sys.stderr
-        )
+    if not options.fake and (reason := no_gpu()):
+        print(f"{reason}; --fake (make gpu-check FAKE=1) rehearses the checks without one", file=sys.stderr)
         return 2
     import pytest
 
@@ -48,12 +46,20 @@ def main() -> int:
     return int(code)
 
 
-def has_gpu() -> bool:
+def no_gpu() -> str:
+    """Why this Python sees no GPU; empty where it does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
 
-        return torch.cuda.is_available()
+        if torch.cuda.is_available():
+            return ""
+    if torch.version.cuda is None:
+        return (
+            f"{sys.executable} has torch's CPU build, which sees no CUDA device; make gpu-check VENV=none takes the "
+            "machine's own Python"
+        )
+    return "no CUDA device is here"
 
 
 def summary(report: dict, path: str) -> str:

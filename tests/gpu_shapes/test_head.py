@@ -46,6 +46,15 @@ def test_no_chunk_waits_for_the_host(fake_gpu: StandInProcess, options: dict) ->
     assert many["syncs"] == few["syncs"]
 
 
+def test_ranks_exchange_beside_products(fake_gpu: StandInProcess) -> None:
+    """Eight chunks, walked twice behind a gate, [with a product launched meanwhile, all].
+
+    Without one are hidden states of each walk's first chunk and of the one that is held, and the last statistics.
+    """
+    found = fake_gpu.run("gpu_head", **LLAMA3_8B_HEAD, **GATED, tensor=8)["under_products"]
+    assert found == {"hidden states": [13, 16], "statistics": [7, 8], "hidden gradients": [8, 8]}
+
+
 @pytest.mark.parametrize("torch_version", ["2.8", "2.10"])
 def test_without_triton_and_apex_it_waits_no_more_often(fake_gpu: StandInProcess, torch_version: str) -> None:
     options = {"tensor": 8, "triton": False, "apex": False, "torch_version": torch_version}

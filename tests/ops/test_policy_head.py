@@ -7,9 +7,12 @@ that fp32 holds exactly. Peaked logits that it does not hold are compared with w
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from accelerator import TORCHES, act_as_accelerator
+from paths import ROOT
 from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
@@ -260,7 +263,8 @@ def test_half_precision_products(monkeypatch, way, entropy, dtype, bound, torch_
 
 def test_a_product_that_older_torches_refuse_is_refused_here(monkeypatch):
     rows, weight, out = torch.ones(2, 3).bfloat16(), torch.ones(3, 4).bfloat16(), torch.ones(2, 4)
-    for torch_version, refused in (("2.8", True), ("2.9", True), ("2.10", False)):
+    for torch_version in TORCHES:
+        refused = torch_version != "2.10"
         with monkeypatch.context() as patch:
             act_as_accelerator(patch, torch_version)
             try:
@@ -269,6 +273,11 @@ def test_a_product_that_older_torches_refuse_is_refused_here(monkeypatch):
                 assert refused and "self and mat2 must have the same dtype" in str(error)
             else:
                 assert not refused
+
+
+def test_ci_runs_these_tests_on_each_torch_whose_rules_they_follow():
+    matrix = re.search(r"torch: \[(.*)\]", (ROOT / ".github/workflows/ci.yml").read_text())[1]
+    assert re.findall(r'"(\d+\.\d+)\.\d+"', matrix) == list(TORCHES)
 
 
 @pytest.mark.parametrize("entropy", [False, True])

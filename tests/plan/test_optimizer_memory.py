@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import run_ranks
-from published_models import LLAMA_8B
+from published_models import LLAMA_8B, MIXTRAL_8X7B
 from safetensors.torch import load_file
 from tiny import random_trajectories, write_model
 
@@ -174,6 +174,28 @@ def test_bytes_of_a_parameter() -> None:
     assert more == 6 * 128256 * 4096 - logits
     adapters = stage_memory(SHAPE, Layout(gradients="bf16", lora_rank=8), 0, 32768).head
     assert adapters == stage_memory(SHAPE, Layout(lora_rank=8), 0, 32768).head
+
+
+def test_host_memory_of_a_checkpoint() -> None:
+    """Bytes of a parameter, written and read; what Megatron holds is counted in tests/gpu_shapes."""
+    gate_and_up = 2 * 32 * 14336 * 4096
+    cases = {  # layout -> written, read
+        Layout(): (32 * EIGHT_B, 12 * (EIGHT_B + gate_and_up)),
+        Layout(data=2): (26 * EIGHT_B, 24 * EIGHT_B),
+        Layout(data=2, context=4): (24 * EIGHT_B, 24 * EIGHT_B),  # 21.5 while it is gathered
+        Layout(data=2, reference="ema"): (26 * EIGHT_B, 28 * EIGHT_B),
+    }
+    for layout, expected in cases.items():
+        held = stage_memory(SHAPE, layout, 0, 1)
+        assert (held.host_save, held.host_load) == expected, layout
+    adapters = stage_memory(SHAPE, Layout(lora_rank=8), 0, 1)  # 12 bytes a factor twice, and 2 of all weights
+    factors = adapters.host_load // 12
+    assert adapters.host_save == 24 * factors + 2 * (EIGHT_B + factors)
+    shape = model_shape(MIXTRAL_8X7B)  # of two ranks each holds half of the experts, and exchanges the rest alone
+    spread, whole = (stage_memory(shape, Layout(data=2, expert=n), 0, 1) for n in (2, 1))
+    half = shape.expert_parameters(1, 1, 2)
+    assert whole.host_load == 24 * shape.parameters
+    assert spread.host_load == 24 * (shape.parameters - 2 * half) + 12 * half + 8 * half
 
 
 def test_8b_at_32k_fits_one_card_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:

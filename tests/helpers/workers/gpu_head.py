@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from accelerator import check_out_dtype
 from fake_cuda import make_world, seem_to_have_cuda
@@ -13,6 +17,7 @@ from nemo_flashrl.ops import (
     fused_linear_policy_loss,
     head,
     kernels,
+    tensor_parallel,
 )
 from nemo_flashrl.ops.memory import policy_head_memory
 
@@ -47,6 +52,7 @@ def main(
                 check_out_dtype(torch_version, tuple(matrices), out_dtype, None if out is None else out.dtype)
 
     recorder = Recorder(_answers(tokens // tensor, chunk // tensor, live, spread, way), check)
+    under_way = _watch_exchanges(recorder)
     with recorder:
         device = torch.device("cuda", 0)
         states = torch.empty(tokens // tensor, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -89,11 +95,34 @@ def main(
                 logits_budget_bytes=BUDGET if way == "gated" else 0,
             ).peak,
             "chunk": chunk,
+            "under_products": {name: [sum(waits), len(waits)] for name, waits in under_way.items()},
             "ms": clocks["wall"],
             # Behind a gate the chunk that is held needs no second product of its logits.
             "floor_ms": clocks["floor"] if way == "gated" else (walks + 2) * product_ms,
             "bytes_of_walk": sum(event.bytes for event in plain) / logits / walks,
         }
+
+
+def _watch_exchanges(recorder: Recorder) -> dict[str, list[bool]]:
+    """Of each exchange that is waited for later: whether a product was launched meanwhile."""
+    under_way: dict[str, list[bool]] = {}
+
+    def watched(exchange: Callable, name: str = "") -> Callable:
+        def begin(out: torch.Tensor, *arguments: Any, **options: Any) -> SimpleNamespace:
+            work, begun = exchange(out, *arguments, **options), len(recorder.events)
+            waits = under_way.setdefault(name or ("statistics" if out.dtype == torch.float32 else "hidden states"), [])
+
+            def wait() -> None:
+                waits.append(any(event.flops for event in recorder.events[begun:]))
+                work.wait()
+
+            return SimpleNamespace(wait=wait)
+
+        return begin
+
+    tensor_parallel._all_gather = watched(tensor_parallel._all_gather)
+    tensor_parallel._reduce_scatter = watched(tensor_parallel._reduce_scatter, "hidden gradients")
+    return under_way
 
 
 _accumulating = []

@@ -39,6 +39,7 @@ from nemo.lightning._strategy_lib import setup_megatron_optimizer
 
 from nemo_flashrl import algorithms, build, config
 from nemo_flashrl.batching.planner import BatchingSettings
+from nemo_flashrl.callbacks import reference
 from nemo_flashrl.callbacks.kl_penalty import KLPenaltyCallback
 from nemo_flashrl.data import LengthBatcher
 from nemo_flashrl.data.context_parallel import length_multiple
@@ -244,7 +245,7 @@ def answers(rank: Rank) -> list[Answer]:
         Answer("clip_grads", "total_norm.item()", 2.0),
         Answer("rerun_state_machine", "if result_rejected", False),
         Answer("models/scoring", "", lambda mask: mask.numel() // 2),
-        Answer("kl_penalty", "", lambda mask: mask.numel() // 2 if mask.dtype == torch.bool else 0.0),
+        Answer("callbacks/", "tolist()", 1.0),
         Answer("shadow_weights", "tolist()", 1.0),
         Answer("hybrid_optimizer", "cpu_optimizer.step", 1.0),  # how often it has been called
     ]
@@ -276,9 +277,14 @@ def around(rank: Rank, recorder: Recorder, step: RankStep) -> dict[str, list[int
 
     def divergence() -> None:
         penalty = KLPenaltyCallback(SimpleNamespace(value=0.1), place="reward", estimator="k3")
-        microbatch = microbatches[0]
-        microbatch["reference_logprobs"] = torch.empty_like(microbatch["behavior_logprobs"])
-        penalty._rows(microbatch, torch.empty_like(microbatch["behavior_logprobs"]))
+        logprobs = [microbatch["behavior_logprobs"] for microbatch in microbatches]
+        for microbatch, own in zip(microbatches, logprobs, strict=True):
+            microbatch["reference_logprobs"] = torch.empty_like(own)
+        penalty._rows(microbatches, logprobs)
+
+    def means() -> None:
+        logprobs = [microbatch["behavior_logprobs"] for microbatch in microbatches]
+        reference._means(microbatches, [scoring.TokenScores(own, own) for own in logprobs])
 
     parts = {
         "score": lambda: scoring.score(pipeline, microbatches[:1], entropies=True),
@@ -288,6 +294,7 @@ def around(rank: Rank, recorder: Recorder, step: RankStep) -> dict[str, list[int
         "reference follows": lambda: shadow.follow(0.9),
         "reference swap": swap,
         "KL in the reward": divergence,
+        "reference means": means,
     }
     for name, part in parts.items():
         recorder.restart()

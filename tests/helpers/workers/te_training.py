@@ -9,6 +9,9 @@ from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.optimizer import distrib_optimizer
 from nemo.collections.llm.gpt.model import base
 
@@ -25,6 +28,8 @@ class Watched(pl.Callback):
     """Weights and optimizer state under Hugging Face's names: as they were loaded, and after each step.
 
     Saves after the first step, then as Megatron does by default, and counts what this rank gathers in each save.
+
+    Counts too what host memory a load holds when it has read all.
     """
 
     def __init__(self, vocab_size: int, save: str | None) -> None:
@@ -32,9 +37,23 @@ class Watched(pl.Callback):
         self.begun: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
         self.gathered: list[dict[str, int]] = []
+        self.read = 0
 
     def setup(self, trainer, model, stage) -> None:
-        trainer.strategy.checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
+        checkpoint_io = RunStateIO(trainer.strategy.checkpoint_io, trainer)
+        trainer.strategy.checkpoint_io = checkpoint_io
+        load = checkpoint_io.load_checkpoint
+
+        def load_checkpoint(path, sharded_state_dict, **options):
+            # Ranks exchange what they have read over the GPU: on the way back it is a copy.
+            with mock.patch.object(torch.Tensor, "cuda", lambda self, *_, **__: self.clone()):
+                loaded = load(path, sharded_state_dict, **options)
+            asked = [shard.data for shard in nested_values(sharded_state_dict["optimizer"]) if is_tensor(shard)]
+            held = [*asked, *filter(torch.is_tensor, nested_values(loaded["optimizer"]))]
+            self.read = storage_bytes(held)
+            return loaded
+
+        checkpoint_io.load_checkpoint = load_checkpoint
 
     def on_save_checkpoint(self, trainer, model, checkpoint) -> None:
         add_to_checkpoint(trainer, checkpoint)
@@ -78,10 +97,26 @@ def whole_state(trainer: pl.Trainer) -> dict[torch.nn.Parameter, torch.Tensor]:
     return whole
 
 
+def is_tensor(shard: Any) -> bool:
+    return isinstance(shard, ShardedTensor)
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    """Of the storages under them, once each."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
 def counted(save) -> dict[str, int]:
-    """Bytes of optimizer state that this rank receives from the others in `save()`, and those that it sends."""
-    found = {"received": 0, "sent": 0}
+    """Bytes of optimizer state that this rank receives from the others in `save()`, sends, and copies to write them."""
+    found = {"received": 0, "sent": 0, "copied": 0}
     gather, all_gather = torch.distributed.gather, torch.distributed.all_gather
+    prepare = FileSystemWriterAsync.prepare_write_data
+
+    def count_copies(writer, *arguments) -> None:
+        prepare(writer, *arguments)
+        written = [pair for *_, (_, tensors) in writer.write_buckets for pair in tensors]
+        state = [tensor for item, tensor in written if item.index.fqn.startswith("optimizer.state.")]
+        found["copied"] += storage_bytes(state)
 
     def count(sent, received) -> None:
         found["sent"] += sent.nbytes
@@ -97,7 +132,8 @@ def counted(save) -> dict[str, int]:
 
     torch.distributed.gather, torch.distributed.all_gather = one_gathers, all_gather_it
     try:
-        save()
+        with mock.patch.object(FileSystemWriterAsync, "prepare_write_data", count_copies):
+            save()
     finally:
         torch.distributed.gather, torch.distributed.all_gather = gather, all_gather
     return found
@@ -112,7 +148,7 @@ def main(
     save: str | None = None,
     resume: str | None = None,
 ) -> dict:
-    """Rank 0 writes what was held to `out`. Returns the counts of both saves by rank, and what it was saved with."""
+    """Rank 0 writes what was held to `out`. Returns counts by rank, of two saves or a load, and what saves are told."""
     platform.install()
     driver = SavedDriver(Path(trajectories)) if os.environ["RANK"] == "0" else None
     watched = Watched(vocab_size, save)
@@ -122,10 +158,12 @@ def main(
     trainer.strategy.ddp_config.use_distributed_optimizer = model.optim.config.use_distributed_optimizer = True
     trainer.fit(model, datamodule=data, ckpt_path=resume)
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, watched.gathered)
+    torch.distributed.all_gather_object(everyone, (watched.gathered, watched.read))
+    gathered, read = zip(*everyone, strict=True)
     if torch.distributed.get_rank() == 0:
         torch.save({"begun": watched.begun, "steps": watched.steps}, out)
     engine = unwrap(model).decoder.layers[0].self_attention.linear_qkv
     metadata = trainer.strategy.sharded_state_dict_metadata
     parameters = sum(p.numel() for p in model.parameters())
-    return {"gathered": everyone, "layers": type(engine).__name__, "metadata": metadata, "parameters": parameters}
+    counts = {"gathered": gathered, "read": read, "parameters": parameters}
+    return counts | {"layers": type(engine).__name__, "metadata": metadata}
