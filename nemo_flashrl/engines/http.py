@@ -25,7 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_flashrl.engines.server_pool import Fault, NoServer, Server, ServerPool, say
+import msgspec
+
+from nemo_flashrl.engines.base import Context, Span
+from nemo_flashrl.engines.server_pool import Fault, NoServer, Server, ServerPool, not_json, say
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.folder import WeightsHome, write_folder
 from nemo_flashrl.weight_sync.probe import NamedTensors, Probe
@@ -55,7 +58,7 @@ class Dialect(Protocol):
         """The body of one generation."""
         ...
 
-    def read(self, answer: Any, initial_version: int | None) -> Generation:
+    def read(self, answer: bytes, initial_version: int | None) -> Generation:
         """The generation in an answer; `initial_version` is that of the weights a server starts with, if it counts.
 
         Anything missing or of another shape may raise KeyError, IndexError, TypeError or ValueError.
@@ -130,9 +133,9 @@ class RemoteEngine:
             ValueError: a token outside the vocabulary, or a request that the server refuses (too long a prompt).
             RuntimeError: several servers or several tries failed, or none is up.
         """
-        self._check_tokens(token_ids)
+        self._check_tokens(context := Context.of(token_ids))
         await self._open()
-        body = self._dialect.request(token_ids, sampling)
+        body = self._dialect.request(context, sampling)
         last: tuple[Server, Fault] | None = None
         for attempt in range(GENERATE_ATTEMPTS):
             server = await self._pool.take(avoid=last[0] if last else None)
@@ -182,7 +185,7 @@ class RemoteEngine:
         """What `Dialect.load` tells servers to read."""
         await write_folder(stream, folder)
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+    async def _ask(self, server: Server, body: dict[str, Any]) -> bytes:
         return await self._pool.ask(server, self._dialect.generate_path, body)
 
     async def _open(self) -> None:
@@ -257,17 +260,19 @@ class RemoteEngine:
             )
         probe.largest = max(distance, probe.largest or 0.0)
 
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+    def _check_tokens(self, token_ids: Context) -> None:
+        if not token_ids or not token_ids.within(self._vocab_size):
             raise ValueError(
                 f"a prompt needs at least one token, each in 0..{self._vocab_size - 1}, not {list(token_ids)[:20]}"
             )
 
-    def _read(self, server: Server, answer: Any, sampling: Sampling) -> Generation:
+    def _read(self, server: Server, answer: bytes, sampling: Sampling) -> Generation:
         """A checked generation: a server's word is not taken for its shape or its numbers."""
         try:
             generation = self._dialect.read(answer, self._initial_version if self._weights is None else None)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            if type(error) is msgspec.DecodeError:
+                raise not_json(server, self._dialect.generate_path, answer) from error
             raise Fault("malformed", f"{server.url} answered in an unknown format: {error!r}") from error
         count = len(generation.token_ids)
         if not count == len(generation.logprobs) == len(generation.versions) or not 0 < count <= sampling.max_tokens:
@@ -283,14 +288,14 @@ class RemoteEngine:
         return generation
 
 
-def token_versions(spans: Sequence[dict[str, Any]], initial_version: int | None) -> tuple[int, ...]:
-    """Version by token from `[{"version": "3", "start": 0, "end": 251}, ...]`, which vLLM and SGLang write alike."""
+def token_versions(spans: Sequence[Span], initial_version: int | None) -> tuple[int, ...]:
+    """Version by token."""
     versions: list[int] = []
     for span in spans:
-        if span["start"] != len(versions):
+        if span.start != len(versions):
             raise ValueError(f"weight versions are not in a row: {spans}")
-        if span["version"] == INITIAL and initial_version is None:
+        if span.version == INITIAL and initial_version is None:
             raise Fault("version", "the server samples from the weights of its command line: it was started anew")
-        version = initial_version if span["version"] == INITIAL else int(span["version"])
-        versions += [version] * (span["end"] - span["start"])
+        version = initial_version if span.version == INITIAL else int(span.version)
+        versions += [version] * (span.end - span.start)
     return tuple(versions)
