@@ -29,8 +29,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 from aiohttp import web
@@ -49,7 +49,7 @@ VARIANTS = 16
 TEXT = (
     "The file has 212 lines; lines 40 to 58 read the header and then the table of offsets. I think the error is in "
     "the second loop: it takes `offset + 1` where the format says that counting begins at 0. Let me check it:\n\n"
-    "```python\nwith open(path, 'rb') as file:\n    header = file.read(64)\n    offsets = [int(x) for x in header]\n```\n"
+    "```python\nwith open(path, 'rb') as file:\n    header = file.read(64)\n    offsets = [int(x) for x in file]\n```\n"
 )
 
 
@@ -212,7 +212,7 @@ async def run(options: argparse.Namespace) -> None:
             print(f"an answer of {LONG} tokens: {1e3 * await load.answer(4 * options.rounds):.1f} ms of CPU")
         else:
             await load.turns(1)
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.process_time)
             profile.enable()
             await load.turns(options.rounds)
             profile.disable()

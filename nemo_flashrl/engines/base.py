@@ -26,6 +26,14 @@ def tokens_to_stop(decode: Callable[[Sequence[int]], str], token_ids: Sequence[i
     return 1 + bisect_left(range(1, len(token_ids) + 1), True, key=holds)
 
 
+def until_stop(decode: Callable[[Sequence[int]], str], action: Generation, stop: Sequence[str]) -> Generation:
+    """The action up to the token that completes one of `stop` in its text; an engine may have sampled on."""
+    count = tokens_to_stop(decode, action.token_ids, stop)
+    if count is None:
+        return action
+    return Generation(action.token_ids[:count], action.logprobs[:count], action.versions[:count], "stop")
+
+
 def completes_stop(sampling: Sampling, token_ids: Sequence[int]) -> bool:
     """Whether the text of the last tokens holds a stop string, of which each token has a byte at least."""
     if not sampling.stop:

@@ -25,10 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from nemo_flashrl.engines.base import Context, Span
-from nemo_flashrl.engines.server_pool import Fault, NoServer, Server, ServerPool, not_json, say
+from nemo_flashrl.engines.server_pool import Fault, NoServer, Server, ServerPool, say, unreadable
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.folder import WeightsHome, write_folder
 from nemo_flashrl.weight_sync.probe import NamedTensors, Probe
@@ -271,9 +269,7 @@ class RemoteEngine:
         try:
             generation = self._dialect.read(answer, self._initial_version if self._weights is None else None)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            if type(error) is msgspec.DecodeError:
-                raise not_json(server, self._dialect.generate_path, answer) from error
-            raise Fault("malformed", f"{server.url} answered in an unknown format: {error!r}") from error
+            raise unreadable(server.url + self._dialect.generate_path, answer, error) from error
         count = len(generation.token_ids)
         if not count == len(generation.logprobs) == len(generation.versions) or not 0 < count <= sampling.max_tokens:
             raise Fault(

@@ -157,7 +157,7 @@ class ServerPool:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise not_json(server, path, content) from error
+            raise unreadable(server.url + path, content, error) from error
 
     async def _send(self, server: Server, path: str, body: dict[str, Any] | None, timeout: float | None) -> bytes:
         limit = aiohttp.ClientTimeout(total=self.timeout if timeout == 0 else timeout)
@@ -273,9 +273,11 @@ def say(text: str) -> None:
     print(f"rollouts: {text}", file=sys.stderr, flush=True)
 
 
-def not_json(server: Server, path: str, content: bytes) -> Fault:
-    """What to raise of an answer that cannot be read."""
-    return Fault("malformed", f"{server.url}{path} did not answer with JSON: {_excerpt(content)}")
+def unreadable(url: str, content: bytes, error: Exception) -> Fault:
+    """What to raise of an answer that is no JSON, or not of the form that was asked for."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) or type(error) is msgspec.DecodeError:
+        return Fault("malformed", f"{url} did not answer with JSON: {_excerpt(content)}")
+    return Fault("malformed", f"{url} answered in an unknown format: {error!r}")
 
 
 def _excerpt(content: bytes) -> str:
