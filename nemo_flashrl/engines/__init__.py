@@ -4,6 +4,7 @@ base.py            the protocol, and the wrapper that lets requests finish befor
 factory.py         which engine a configuration asks for, and what it is wrapped in
 http.py            what every engine over servers has in common
 server_pool.py     which servers are up, who gets the next request
+http_connection.py how a generation gets there and back
 vllm.py            vLLM's routes; weights by folder, or a LoRA adapter alone
 vllm_broadcast.py  vLLM's routes; weights over the network
 sglang.py          SGLang's routes

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
+from nemo_flashrl.engines.http_connection import Connections
+
 T = TypeVar("T")
 MISSED_CHECKS = 3  # silent health checks in a row; one may be the fault of a busy machine
 _KEEP_ALIVE = 1.0  # seconds; uvicorn closes an idle connection after 5, and a busy one does over a waiting request
@@ -45,6 +47,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self.connections = Connections(self.url, _KEEP_ALIVE) if Connections.can_reach(self.url) else None
         self.up = False
         self.in_flight = 0
         self.was_up = False
@@ -168,8 +171,11 @@ class ServerPool:
         if data is not None:
             headers["Content-Type"] = "application/json"
         try:
-            async with self._session.request(method, url, data=data, timeout=limit, headers=headers) as response:
-                content, status = await response.read(), response.status
+            if timeout is None and server.connections is not None:
+                status, content = await server.connections.post(path, data)
+            else:
+                async with self._session.request(method, url, data=data, timeout=limit, headers=headers) as response:
+                    content, status = await response.read(), response.status
         except TimeoutError as error:
             raise Fault("timeout", f"{server.url}{path} timed out after {limit.total:g} s") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed meanwhile
@@ -215,6 +221,8 @@ class ServerPool:
         self._closed = True
         for server in self.servers:
             self.drop(server)
+            if server.connections is not None:
+                server.connections.close()
         tasks = [s.watcher for s in self.servers if s.watcher] + ([self._reviving] if self._reviving else [])
         for task in tasks:
             task.cancel()
