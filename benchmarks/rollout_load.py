@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import functools
 import gc
 import json
 import os
@@ -135,6 +136,7 @@ class Tool:
         pass
 
 
+@functools.cache
 def text_of(tokenizer: Any, tokens: int) -> str:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     return tokenizer.decode((ids * (1 + tokens // len(ids)))[:tokens])

@@ -1,7 +1,7 @@
 """The KL penalty of a step: its coefficient travels with the microbatches, or is taken off the rewards before the step.
 
-Comes after the reference callback, which has left `reference_logprobs` in every microbatch. And what it stands on: before
-the first update, the model must say the same in the training pass and without gradients.
+Comes after the reference callback, which has left `reference_logprobs` in every microbatch. And the check that it rests
+on: before the first update, the model must say the same in the training pass and without gradients.
 """
 
 from __future__ import annotations

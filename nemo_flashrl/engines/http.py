@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from nemo_flashrl.engines.base import Context, Span
 from nemo_flashrl.engines.server_pool import Fault, NoServer, Server, ServerPool, say, unreadable
 from nemo_flashrl.records import Generation, Sampling
@@ -277,7 +279,8 @@ class RemoteEngine:
                 f"{server.url} answered with {count} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.versions)} versions where 1 to {sampling.max_tokens} were asked for",
             )
-        if min(generation.token_ids) < 0 or max(generation.token_ids) >= self._vocab_size:
+        token_ids = np.array(generation.token_ids)
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
             raise Fault("token_id", f"{server.url} sampled a token outside the vocabulary of {self._vocab_size}")
         if not math.isfinite(sum(generation.logprobs)) or max(generation.logprobs) > 1e-5:
             raise Fault("logprob", f"{server.url} answered with an invalid log-prob: {min(generation.logprobs)}")

@@ -66,7 +66,7 @@ class VLLMDialect:
         if len(rows) == len(token_ids) and list(map(_TOKEN, rows)) != token_ids:  # else the engine counts and refuses
             rows = _WHOLE_ANSWER.decode(answer).choices[0].logprobs.content
             logprobs = tuple(map(_sampled, rows, token_ids))
-        if logprobs and min(logprobs) <= NO_LOGPROB:
+        if sum(logprobs) <= NO_LOGPROB / 2 and min(logprobs) <= NO_LOGPROB:  # a sum is had for a quarter
             logprobs = tuple(x if x > NO_LOGPROB else -math.inf for x in logprobs)
         versions = token_versions(choice.weight_versions, initial_version)
         if choice.finish_reason not in ("stop", "length"):

@@ -6,16 +6,17 @@ token. Only what the chat template writes around it may.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
 from nemo_flashrl.environments.environment import Message
-from nemo_flashrl.rollout.tokenizer_calls import TokenizerCalls
+from nemo_flashrl.rollout.tokenizer_calls import TokenizerCalls, end_of_action
 
 # No token spells more characters than this but in runs of blanks; what is longer is cut before it is encoded,
 # so that 100 MB of tool output cost nothing.
@@ -26,7 +27,7 @@ _PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class Conversation(list[Message]):
-    """Messages as the template is shown them, and what it makes of them all."""
+    """Messages as the template is shown them, and what it makes of them all; empty where that is not known."""
 
     text = ""
 
@@ -133,14 +134,12 @@ class Codec:
             template now shows something else where the earlier tokens were: Qwen3's, say, strips earlier thinking.
         """
         said = self._safe({"role": "assistant", "content": action})
-        prompt = conversation.text
         conversation += said, self._safe({"role": self._shown_role(role), "content": observation.text})
-        text = conversation.text = self._render(conversation)
-        end = _end_of_action(text, prompt, said["content"])
-        if end is None:  # of a template that tells the time, the prompt may have become another
-            prompt = self._render(conversation[:-2])
-            end = _end_of_action(text, prompt, said["content"])
-        if end is None:
+        for prompt, text in self._renderings(conversation):
+            end = end_of_action(text, prompt, said["content"])
+            if end is not None:
+                break
+        else:
             return self._encode(text), True
         last, rest = action_ids[-1] if action_ids else None, text[end:]
         closing = self._spelling.match(rest.lstrip())
@@ -216,6 +215,18 @@ class Codec:
             raise ValueError("the chat template does not show every message once: it cannot frame observations")
         return text
 
+    def _renderings(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
+        """The conversation without its last two messages, and with them; what costs least comes first."""
+        last, conversation.text = conversation.text, ""
+        near = [conversation[0], *conversation[-4:]] if self._has_template and self._calls.is_local() else conversation
+        if len(near) < len(conversation):
+            with contextlib.suppress(Exception):  # a template may refuse such neighbours: then all are shown to it
+                yield self._render(near[:-2]), self._render(near)
+        conversation.text = text = self._render(conversation)
+        if last:
+            yield last, text
+        yield self._render(conversation[:-2]), text  # of a template that tells the time, it may have become another
+
     def _continue(self, context: str, text: str) -> list[int]:
         """Ids of `text` as they follow `context` in one encoding of both, wherever that has a boundary there."""
         if self._spelling.match(text):
@@ -276,24 +287,3 @@ def _clean(text: str) -> str:
         return text
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return re.sub(f"[{_OPEN}-{_HERE}]", "\ufffd", text)
-
-
-def _end_of_action(text: str, before: str, action: str) -> int | None:
-    """Where the action ends in a rendered template that begins with `before`; None if it does not follow there.
-
-    Templates trim a message or put blank lines around a tag: blanks may differ, since the sampled ids stay anyway.
-    """
-    if not text.startswith(before):
-        return None
-    if text.startswith(action, len(before)):
-        return len(before) + len(action)
-    position = len(before)
-    for letter in "".join(action.split()):
-        while position < len(text) and text[position].isspace():
-            position += 1
-        if not text.startswith(letter, position):
-            return None
-        position += 1
-    for letter in action[len(action.rstrip()) :]:  # the blanks at its end, as far as the template kept them
-        position += text.startswith(letter, position)
-    return position
