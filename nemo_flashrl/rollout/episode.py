@@ -8,8 +8,9 @@ environment.reset -> prompt ids --> engine.generate -> action ids --> environmen
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,13 +114,37 @@ async def run_episode(
     return _trajectory(episode, end_reason, prompt_index, sampling.temperature)
 
 
+def _hash_constants() -> Iterator[tuple[int, int]]:
+    """Of the 16 words that NumPy's SeedSequence hashes to mix four numbers, and of the two that it then gives."""
+    for constant, factor, count in ((0x43B0D7E5, 0x931E8875, 16), (0x8B51F9DD, 0x58F38DED, 2)):
+        for _ in range(count):
+            following = constant * factor & _WORD
+            yield constant, following
+            constant = following
+
+
+_WORD = 2**32 - 1
+_HASHES = tuple(_hash_constants())
+
+
 def turn_seed(seed: int, prompt_index: int, sample: int, turn: int) -> int:
     """The seed of one request, in 0..2**63-1: a hash, so that neighbours share nothing."""
     numbers = [seed, prompt_index, sample, turn]
-    if min(numbers) >= 0 and max(numbers) < 2**32:  # the same to it, and it need not take them apart
-        numbers = np.array(numbers, dtype=np.uint32)
-    words = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
-    return int(words[0]) >> 1
+    if min(numbers) < 0 or max(numbers) > _WORD:
+        return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    # The same in plain integers, at a quarter of the time: NumPy promises that its algorithm stays.
+    hashes = iter(_HASHES)
+
+    def hashed(word: int) -> int:
+        before, after = next(hashes)
+        word = (word ^ before) * after & _WORD
+        return word ^ word >> 16
+
+    pool = [hashed(number) for number in numbers]
+    for source, target in itertools.permutations(range(4), 2):
+        word = (0xCA01F9DD * pool[target] - 0x4973F715 * hashed(pool[source])) & _WORD
+        pool[target] = word ^ word >> 16
+    return (hashed(pool[0]) | hashed(pool[1]) << 32) >> 1
 
 
 async def _play(
