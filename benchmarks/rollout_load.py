@@ -5,7 +5,7 @@
     OMP_NUM_THREADS=1 python benchmarks/rollout_load.py profile   # where the time of a turn goes, by function
 
 The server is a process of its own that speaks as vLLM 0.32 does, and has its answers ready. What is measured is this
-process's CPU time, user and system, so that another load on the machine hardly matters; the median of some rounds.
+process's CPU time, user and system: the median of some rounds, and the least. A busy core beside it makes both larger.
 Needs `make models` for Qwen's tokenizer.
 """
 
@@ -161,17 +161,17 @@ class Load:
         assert (played.turns, played.end_reason) == (turns, "done"), played.info
         return len(played.token_ids)
 
-    async def turns(self, rounds: int, at_once: int = 16) -> tuple[float, int]:
-        """CPU seconds a turn of `at_once` episodes at a time, and the tokens of one."""
+    async def turns(self, rounds: int, at_once: int = 16) -> tuple[list[float], int]:
+        """CPU seconds a turn of `at_once` episodes at a time, of each round, and the tokens of an episode."""
         seconds = []
         for number in range(rounds + 1):
             started = time.process_time()
             sizes = await asyncio.gather(*(self.episode(TURNS, TOKENS, n, []) for n in range(at_once)))
             seconds += [(time.process_time() - started) / (at_once * TURNS)] if number else []  # the first warms up
-        return statistics.median(seconds), sizes[0]
+        return seconds, sizes[0]
 
-    async def growth(self, rounds: int) -> tuple[float, float]:
-        """CPU seconds of a turn at `NEAR` and at `FAR` tokens of context: the median of the 8 turns nearest to it."""
+    async def growth(self, rounds: int) -> tuple[list[float], list[float]]:
+        """CPU seconds of turns at about `NEAR` and `FAR` tokens of context: in each round the 8 that are nearest."""
         size = TOKENS // TURNS
         turns = FAR // size + 4
         near, far = [], []
@@ -181,10 +181,10 @@ class Load:
             took = np.diff(times)  # [n]: from the n-th answer to the next, at about (n + 1.5) * size tokens of context
             for found, place in ((near, NEAR // size), (far, FAR // size)):
                 found += took[place - 5 : place + 3].tolist() if number else []
-        return statistics.median(near), statistics.median(far)
+        return near, far
 
-    async def answer(self, rounds: int) -> float:
-        """CPU seconds of one request that is answered with `LONG` tokens."""
+    async def answer(self, rounds: int) -> list[float]:
+        """CPU seconds of a request that is answered with `LONG` tokens, of each round."""
         sampling = Sampling(max_tokens=LONG, stop_token_ids=self.sampling.stop_token_ids)
         prompt = self.tokenizer.encode(TEXT, add_special_tokens=False)
         seconds = []
@@ -193,7 +193,11 @@ class Load:
             count = len((await self.engine.generate(prompt, sampling)).token_ids)
             seconds += [time.process_time() - started] if number else []
             assert count == LONG
-        return statistics.median(seconds)
+        return seconds
+
+
+def in_ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.2f} ms of CPU, the least {1e3 * min(seconds):.2f}"
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -207,11 +211,12 @@ async def run(options: argparse.Namespace) -> None:
         load = Load(url, tokenizer)
         if options.what == "turns":
             seconds, tokens = await load.turns(options.rounds)
-            print(f"{TURNS} turns of {ACTION} sampled tokens, {tokens} in all: {1e3 * seconds:.2f} ms of CPU a turn")
+            print(f"{TURNS} turns of {ACTION} sampled tokens, {tokens} in all, a turn: {in_ms(seconds)}")
             near, far = await load.growth(max(2, options.rounds // 2))
-            print(f"at {NEAR} tokens of context {1e3 * near:.2f} ms, at {FAR} {1e3 * far:.2f} ms: {far - near:+.4f} s")
+            print(f"one episode alone: at {NEAR} tokens of context {in_ms(near)}")
+            print(f"                   at {FAR} tokens of context {in_ms(far)}")
         elif options.what == "answer":
-            print(f"an answer of {LONG} tokens: {1e3 * await load.answer(4 * options.rounds):.1f} ms of CPU")
+            print(f"an answer of {LONG} tokens: {in_ms(await load.answer(4 * options.rounds))}")
         else:
             await load.turns(1)
             profile = cProfile.Profile(time.process_time)

@@ -4,6 +4,5 @@ planner.py         what a user sets and gets: BatchingSettings, LengthBatcher.pl
 arrangement.py     sorted lengths -> bins, for the two layouts
 packed.py          the fewest bins, and the proof of how few that is
 padded.py          runs of sorted rows with the least padding
-balancing.py       exchanges that make ranks cost the same
-segment_sizes.py   tokens, padding and cost of trajectories of several segments
+balancing.py       what trajectories of one or several segments cost; exchanges that make ranks cost the same
 """

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nemo_flashrl.batching.arrangement import arrange_packed, arrange_padded
-from nemo_flashrl.batching.balancing import TokenCost
-from nemo_flashrl.batching.segment_sizes import SegmentSizes
+from nemo_flashrl.batching.balancing import SegmentSizes, TokenCost
 
 LAYOUTS = ("packed", "padded")
 ON_TOO_LONG = ("error", "truncate", "drop")

@@ -9,7 +9,7 @@ _HOMES = {
     "EMAReferenceCallback": "reference",
     "EvaluationCallback": "evaluation",
     "KLPenaltyCallback": "kl_penalty",
-    "PassAgreementCallback": "dropout_check",
+    "PassAgreementCallback": "kl_penalty",
     "RLMetricsCallback": "metrics",
     "RunCheckpoint": "checkpoint",
     "ValueBaselineCallback": "value_baseline",

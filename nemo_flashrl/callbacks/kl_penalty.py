@@ -1,6 +1,7 @@
 """The KL penalty of a step: its coefficient travels with the microbatches, or is taken off the rewards before the step.
 
-Comes after the reference callback, which has left `reference_logprobs` in every microbatch.
+Comes after the reference callback, which has left `reference_logprobs` in every microbatch. And the check that it rests
+on: before the first update, the model must say the same in the training pass and without gradients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from nemo_flashrl import platform
 from nemo_flashrl.algorithms.kl import kl_estimate
 from nemo_flashrl.algorithms.schedules import KlCoefficient
-from nemo_flashrl.models.scoring import score
+from nemo_flashrl.models.scoring import check_passes_agree, score
 
 Row = tuple[int, float]  # place in the batch that is trained on, mean KL
 
@@ -100,3 +101,22 @@ class KLPenaltyCallback(pl.Callback):
         counted = torch.stack([torch.where(mask, divergence, 0).flatten(), mask.double().flatten()])
         sums = counted.new_zeros(2, len(microbatch["trajectory"]))
         return sums.index_add_(1, microbatch["row_index"].flatten(), counted)
+
+
+class PassAgreementCallback(pl.Callback):
+    """Refuses a model whose dropout, or any other noise, sets the two passes apart; one microbatch is enough to see.
+
+    Ratios to the sampler, which has no dropout, and the KL to a reference would measure that noise.
+    """
+
+    def __init__(self) -> None:
+        self._checked = False
+
+    def on_megatron_microbatches_start(self, step: MegatronStep) -> None:
+        """ValueError, on every rank, before the first microbatch is trained on."""
+        if self._checked:
+            return
+        microbatches = list(step.data)
+        step.data = iter(microbatches)
+        check_passes_agree(step.pipeline, microbatches[0])
+        self._checked = True

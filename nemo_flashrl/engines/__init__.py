@@ -5,6 +5,7 @@ factory.py         which engine a configuration asks for, and what it is wrapped
 http.py            requests to servers, whichever they are
 http_refit.py      the same, and new weights for them
 server_pool.py     which servers are up, who gets the next request
+http_connection.py how a generation gets there and back
 vllm.py            vLLM's routes; weights by folder, or a LoRA adapter alone
 vllm_broadcast.py  vLLM's routes; weights over the network
 sglang.py          SGLang's routes

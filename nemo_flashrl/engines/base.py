@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.probe import NamedTensors
@@ -24,12 +26,59 @@ def tokens_to_stop(decode: Callable[[Sequence[int]], str], token_ids: Sequence[i
     return 1 + bisect_left(range(1, len(token_ids) + 1), True, key=holds)
 
 
+def until_stop(decode: Callable[[Sequence[int]], str], action: Generation, stop: Sequence[str]) -> Generation:
+    """The action up to the token that completes one of `stop` in its text; an engine may have sampled on."""
+    count = tokens_to_stop(decode, action.token_ids, stop)
+    if count is None:
+        return action
+    return Generation(action.token_ids[:count], action.logprobs[:count], action.versions[:count], "stop")
+
+
 def completes_stop(sampling: Sampling, token_ids: Sequence[int]) -> bool:
     """Whether the text of the last tokens holds a stop string, of which each token has a byte at least."""
     if not sampling.stop:
         return False
     window = 1 + max(len(string.encode()) for string in sampling.stop)
     return tokens_to_stop(sampling.decode, token_ids[-window:], sampling.stop) is not None
+
+
+class Span(msgspec.Struct):
+    """Tokens start..end - 1 of an answer were sampled by the weights of `version`: vLLM and SGLang write it alike."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Context(list[int]):
+    """What a policy is asked to continue: ids that are only ever added to, and whatever is asked of them costs what is
+    new since it was asked before, not the whole conversation."""
+
+    __slots__ = ("_low", "_high", "_checked", "_text", "_written")
+
+    def __init__(self, token_ids: Iterable[int] = ()) -> None:
+        super().__init__(token_ids)
+        self._low, self._high, self._checked = 0, 0, 0
+        self._text, self._written = bytearray(), 0
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> Context:
+        """`token_ids` itself, if it is one already."""
+        return token_ids if isinstance(token_ids, cls) else cls(token_ids)
+
+    def within(self, vocab_size: int) -> bool:
+        """Whether each id is in 0..vocab_size - 1."""
+        if new := self[self._checked :]:
+            self._low, self._high = min(self._low, min(new)), max(self._high, max(new))
+            self._checked = len(self)
+        return self._low >= 0 and self._high < vocab_size
+
+    def as_json(self) -> msgspec.Raw:
+        """A JSON array, for `msgspec.json.encode` of what holds it."""
+        if new := self[self._written :]:
+            self._text += (b"," if self._written else b"") + msgspec.json.encode(new)[1:-1]
+            self._written = len(self)
+        return msgspec.Raw(b"[%b]" % self._text)
 
 
 @runtime_checkable

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool, say
+import numpy as np
+
+from nemo_flashrl.engines.base import Context, Span
+from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool, say, unreadable
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.probe import Probe
 
@@ -43,7 +46,7 @@ class Dialect(Protocol):
         """The body of one generation."""
         ...
 
-    def read(self, answer: Any, initial_version: int | None) -> Generation:
+    def read(self, answer: bytes, initial_version: int | None) -> Generation:
         """The generation in an answer; `initial_version` is that of the weights a server starts with, if it counts.
 
         Anything missing or of another shape may raise KeyError, IndexError, TypeError or ValueError.
@@ -135,9 +138,9 @@ class RemoteSampler:
             ValueError: a token outside the vocabulary, or a request that the server refuses (too long a prompt).
             RuntimeError: several servers or several tries failed, or none is up.
         """
-        self._check_tokens(token_ids)
+        self._check_tokens(context := Context.of(token_ids))
         await self.open()
-        body = self._dialect.request(token_ids, sampling)
+        body = self._dialect.request(context, sampling)
         last: tuple[Server, Fault] | None = None
         for attempt in range(GENERATE_ATTEMPTS):
             server = await self.pool.take(avoid=last[0] if last else None)
@@ -165,7 +168,7 @@ class RemoteSampler:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self.pool.close()
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+    async def _ask(self, server: Server, body: dict[str, Any]) -> bytes:
         try:
             return await self.pool.ask(server, self._dialect.generate_path, body)
         except ValueError as error:
@@ -173,18 +176,18 @@ class RemoteSampler:
                 raise Fault("version", f"{server.url} {lost}") from error
             raise
 
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
+    def _check_tokens(self, token_ids: Context) -> None:
+        if not token_ids or not token_ids.within(self._vocab_size):
             raise ValueError(
                 f"a prompt needs at least one token, each in 0..{self._vocab_size - 1}, not {list(token_ids)[:20]}"
             )
 
-    def _read(self, server: Server, answer: Any, sampling: Sampling) -> Generation:
+    def _read(self, server: Server, answer: bytes, sampling: Sampling) -> Generation:
         """A checked generation: a server's word is not taken for its shape or its numbers."""
         try:
             generation = self._dialect.read(answer, self._initial_version)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise Fault("malformed", f"{server.url} answered in an unknown format: {error!r}") from error
+            raise unreadable(server.url + self._dialect.generate_path, answer, error) from error
         count = len(generation.token_ids)
         if not count == len(generation.logprobs) == len(generation.versions) or not 0 < count <= sampling.max_tokens:
             raise Fault(
@@ -192,21 +195,22 @@ class RemoteSampler:
                 f"{server.url} answered with {count} tokens, {len(generation.logprobs)} log-probs and "
                 f"{len(generation.versions)} versions where 1 to {sampling.max_tokens} were asked for",
             )
-        if min(generation.token_ids) < 0 or max(generation.token_ids) >= self._vocab_size:
+        token_ids = np.array(generation.token_ids)
+        if token_ids.min() < 0 or token_ids.max() >= self._vocab_size:
             raise Fault("token_id", f"{server.url} sampled a token outside the vocabulary of {self._vocab_size}")
         if not math.isfinite(sum(generation.logprobs)) or max(generation.logprobs) > 1e-5:
             raise Fault("logprob", f"{server.url} answered with an invalid log-prob: {min(generation.logprobs)}")
         return generation
 
 
-def token_versions(spans: Sequence[dict[str, Any]], initial_version: int | None) -> tuple[int, ...]:
-    """Version by token from `[{"version": "3", "start": 0, "end": 251}, ...]`, which vLLM and SGLang write alike."""
+def token_versions(spans: Sequence[Span], initial_version: int | None) -> tuple[int, ...]:
+    """Version by token."""
     versions: list[int] = []
     for span in spans:
-        if span["start"] != len(versions):
+        if span.start != len(versions):
             raise ValueError(f"weight versions are not in a row: {spans}")
-        if span["version"] == INITIAL and initial_version is None:
+        if span.version == INITIAL and initial_version is None:
             raise Fault("version", "the server samples from the weights of its command line: it was started anew")
-        version = initial_version if span["version"] == INITIAL else int(span["version"])
-        versions += [version] * (span["end"] - span["start"])
+        version = initial_version if span.version == INITIAL else int(span.version)
+        versions += [version] * (span.end - span.start)
     return tuple(versions)

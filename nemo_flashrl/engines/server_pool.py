@@ -18,6 +18,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
+
+from nemo_flashrl.engines.http_connection import Connections
 
 T = TypeVar("T")
 MISSED_CHECKS = 3  # silent health checks in a row; one may be the fault of a busy machine
@@ -44,10 +47,12 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        self.connections = Connections(self.url, _KEEP_ALIVE) if Connections.can_reach(self.url) else None
         self.up = False
         self.life = 0  # how often it was adopted
         self.in_flight = 0
-        self.went_down: asyncio.Future[None] | None = None  # done when the server goes down; new when it comes up
+        self.was_up = False
+        self.abandon: set[Callable[[], None]] = set()  # of what waits for it: called when it goes down
         self.watcher: asyncio.Task | None = None
         self.rising = asyncio.Lock()
 
@@ -114,44 +119,67 @@ class ServerPool:
             return await self.take(avoid)
         return min([server for server in ready if server is not avoid] or ready, key=lambda server: server.in_flight)
 
-    async def ask(self, server: Server, path: str, body: dict[str, Any]) -> Any:
-        """Post and wait as long as the server is alive.
+    async def ask(self, server: Server, path: str, body: dict[str, Any]) -> bytes:
+        """Post and wait as long as the server is alive; returns what it says, as it came.
 
         Raises:
-            Fault: it went down, failed or answered with something that is not JSON. ValueError: it refused the request.
+            Fault: it went down or failed. ValueError: it refused the request.
         """
-        return await self.watched(server, self.call(server, path, body, timeout=None))
+        return await self.watched(server, self._send(server, path, body, timeout=None))
 
     async def watched(self, server: Server, work: Coroutine[Any, Any, T]) -> T:
         """What `work` on a server that is up returns, while it is alive. Raises as `work`; Fault: it went down."""
         server.in_flight += 1
         if server.watcher is None or server.watcher.done():
             server.watcher = asyncio.create_task(self._watch(server))
-        working = asyncio.create_task(work)
+        # As asyncio.timeout does it: this task is cancelled where it waits, and what comes of it is ours to tell.
+        task, down = asyncio.current_task(), False
+        cancelled = task.cancelling()
+
+        def abandon() -> None:
+            nonlocal down
+            down = task.cancel()
+
+        server.abandon.add(abandon)
         try:
-            await asyncio.wait({working, server.went_down}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise Fault("dead", f"{server.url} went down with a request in flight")
-            return working.result()
+            return await work
+        except asyncio.CancelledError:
+            if not down or task.cancelling() > cancelled + 1:  # somebody else cancels it
+                raise
+            raise Fault("dead", f"{server.url} went down with a request in flight") from None
         finally:
             server.in_flight -= 1
-            if not working.done():
-                working.cancel()
+            server.abandon.discard(abandon)
+            if down:
+                task.uncancel()
 
     async def call(
         self, server: Server, path: str, body: dict[str, Any] | None = None, *, timeout: float | None = 0
     ) -> Any:
         """POST `body`, or GET where there is none; returns the answer's JSON, None for an empty one.
 
-        `timeout` in seconds; 0 is the pool's own, None is none. Raises as `ask`.
+        `timeout` in seconds; 0 is the pool's own, None is none. Raises as `ask`; Fault: what it says is not JSON.
         """
+        content = await self._send(server, path, body, timeout)
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise unreadable(server.url + path, content, error) from error
+
+    async def _send(self, server: Server, path: str, body: dict[str, Any] | None, timeout: float | None) -> bytes:
         limit = aiohttp.ClientTimeout(total=self.timeout if timeout == 0 else timeout)
         method, url = "GET" if body is None else "POST", server.url + path
         # After an error of its own a server closes a connection that it had promised to keep; the next call would fail.
-        headers = None if timeout is None else {"Connection": "close"}
+        headers = {} if timeout is None else {"Connection": "close"}
+        data = None if body is None else msgspec.json.encode(body)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
         try:
-            async with self._session.request(method, url, json=body, timeout=limit, headers=headers) as response:
-                content, status = await response.read(), response.status
+            if timeout is None and server.connections is not None:
+                status, content = await server.connections.post(path, data)
+            else:
+                async with self._session.request(method, url, data=data, timeout=limit, headers=headers) as response:
+                    content, status = await response.read(), response.status
         except TimeoutError as error:
             raise Fault("timeout", f"{server.url}{path} timed out after {limit.total:g} s") from error
         except (aiohttp.ClientError, OSError, RuntimeError) as error:  # RuntimeError: the session was closed meanwhile
@@ -160,10 +188,7 @@ class ServerPool:
             raise ValueError(f"{server.url}{path} refused the request ({status}): {_excerpt(content)}")
         if status != 200:
             raise Fault("status", f"{server.url}{path} failed ({status}): {_excerpt(content)}")
-        try:
-            return json.loads(content) if content else None
-        except ValueError as error:
-            raise Fault("malformed", f"{server.url}{path} did not answer with JSON: {_excerpt(content)}") from error
+        return content
 
     async def examine(self, server: Server) -> bool:
         """Check whether a server is alive, and drop it from the pool if it is not."""
@@ -181,7 +206,8 @@ class ServerPool:
             self.faults["servers_lost"] += 1
             if not self._closed:
                 self._tell(f"{server.url} is down, removed from the pool" + (f": {why}" if why else ""))
-            server.went_down.set_result(None)
+            for abandon in server.abandon:
+                abandon()
             self.changed()
 
     async def bring_up(self, server: Server) -> None:
@@ -191,10 +217,10 @@ class ServerPool:
                 return
             await self._check_health(server)
             await self._adopt(server)
-            if server.went_down is not None:
+            if server.was_up:
                 self._tell(f"{server.url} is up again, back in the pool")
-            server.went_down = asyncio.get_running_loop().create_future()
-            server.up, server.life = True, server.life + 1
+            server.up = server.was_up = True
+            server.life += 1
             self.changed()
 
     async def close(self) -> None:
@@ -202,6 +228,8 @@ class ServerPool:
         self._closed = True
         for server in self.servers:
             self.drop(server)
+            if server.connections is not None:
+                server.connections.close()
         tasks = [s.watcher for s in self.servers if s.watcher] + ([self._reviving] if self._reviving else [])
         for task in tasks:
             task.cancel()
@@ -258,6 +286,13 @@ class ServerPool:
 def say(text: str) -> None:
     """A line on stderr, for whoever watches the run."""
     print(f"rollouts: {text}", file=sys.stderr, flush=True)
+
+
+def unreadable(url: str, content: bytes, error: Exception) -> Fault:
+    """What to raise of an answer that is no JSON, or not of the form that was asked for."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError) or type(error) is msgspec.DecodeError:
+        return Fault("malformed", f"{url} did not answer with JSON: {_excerpt(content)}")
+    return Fault("malformed", f"{url} answered in an unknown format: {error!r}")
 
 
 def _excerpt(content: bytes) -> str:

@@ -7,8 +7,12 @@ answers of that form, not against a running server, which needs a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
+import msgspec
+
+from nemo_flashrl.engines.base import Context, Span
 from nemo_flashrl.engines.http import token_versions
 from nemo_flashrl.engines.http_refit import RemoteEngine, Weights
 from nemo_flashrl.engines.logprob_check import check_sampling
@@ -28,7 +32,7 @@ class SGLangDialect:
     def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
         """Everything is said, whatever the server's defaults: nothing truncates or tilts the distribution."""
         return {
-            "input_ids": list(token_ids),
+            "input_ids": Context.of(token_ids).as_json(),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_new_tokens": sampling.max_tokens,
@@ -46,15 +50,14 @@ class SGLangDialect:
             **more,
         }
 
-    def read(self, answer: Any, initial_version: int | None) -> Generation:
-        """See `Dialect.read`; a row is [log-prob, token id, text]."""
-        meta = answer["meta_info"]
-        rows = meta["output_token_logprobs"]
-        reason = meta["finish_reason"]["type"]
+    def read(self, answer: bytes, initial_version: int | None) -> Generation:
+        """See `Dialect.read`."""
+        meta = _ANSWER.decode(answer).meta_info
+        rows, reason = meta.output_token_logprobs, meta.finish_reason.type
         if reason not in ("stop", "length"):
             raise ValueError(f"finish_reason={reason!r}")
-        versions = token_versions(meta["weight_versions"], initial_version)
-        return Generation(tuple(row[1] for row in rows), tuple(row[0] for row in rows), versions, reason)
+        versions = token_versions(meta.weight_versions, initial_version)
+        return Generation(tuple(map(_TOKEN, rows)), tuple(map(_LOGPROB, rows)), versions, reason)
 
     def weights_replaced(self) -> None:
         """See `Dialect.weights_replaced`."""
@@ -108,6 +111,31 @@ class SGLangDialect:
             await pool.call(server, "/continue_generation", {})
             raise Fault("status", str(error)) from error
         await pool.call(server, "/continue_generation", {})
+
+
+class _Row(msgspec.Struct, array_like=True, gc=False):
+    """[log-prob, token id, text]."""
+
+    logprob: float
+    token_id: int
+
+
+class _Reason(msgspec.Struct):
+    type: str
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[_Row]
+    finish_reason: _Reason
+    weight_versions: list[Span]
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+_TOKEN, _LOGPROB = attrgetter("token_id"), attrgetter("logprob")
 
 
 class SGLangEngine(RemoteEngine):

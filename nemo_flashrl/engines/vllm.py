@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from nemo_flashrl.engines.base import Context, Span
 from nemo_flashrl.engines.http import token_versions
 from nemo_flashrl.engines.http_refit import RemoteEngine, Weights
 from nemo_flashrl.engines.logprob_check import check_sampling
@@ -35,7 +39,7 @@ class VLLMDialect:
     def request(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> dict[str, Any]:
         """Everything is said, whatever the server's defaults: nothing truncates or tilts the distribution."""
         return {
-            "token_ids": list(token_ids),
+            "token_ids": Context.of(token_ids).as_json(),
             "sampling_params": {
                 "temperature": sampling.temperature,
                 "max_tokens": sampling.max_tokens,
@@ -55,18 +59,20 @@ class VLLMDialect:
             },
         }
 
-    def read(self, answer: Any, initial_version: int | None) -> Generation:
+    def read(self, answer: bytes, initial_version: int | None) -> Generation:
         """See `Dialect.read`."""
-        choice = answer["choices"][0]
-        token_ids = tuple(map(int, choice["token_ids"]))
-        rows = choice["logprobs"]["content"]
-        logprobs = tuple(_sampled(row, token) for row, token in zip(rows, token_ids, strict=False))
-        if len(rows) != len(token_ids):
-            logprobs = tuple(float(row["logprob"]) for row in rows)  # counted and refused by the engine
-        versions = token_versions(choice["weight_versions"], initial_version)
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise ValueError(f"finish_reason={choice['finish_reason']!r}")
-        return Generation(token_ids, logprobs, versions, choice["finish_reason"])
+        choice = _ANSWER.decode(answer).choices[0]
+        token_ids, rows = choice.token_ids, choice.logprobs.content
+        logprobs = tuple(map(_LOGPROB, rows))
+        if len(rows) == len(token_ids) and list(map(_TOKEN, rows)) != token_ids:  # else the engine counts and refuses
+            rows = _WHOLE_ANSWER.decode(answer).choices[0].logprobs.content
+            logprobs = tuple(map(_sampled, rows, token_ids))
+        if sum(logprobs) <= NO_LOGPROB / 2 and min(logprobs) <= NO_LOGPROB:  # a sum is had for a quarter
+            logprobs = tuple(x if x > NO_LOGPROB else -math.inf for x in logprobs)
+        versions = token_versions(choice.weight_versions, initial_version)
+        if choice.finish_reason not in ("stop", "length"):
+            raise ValueError(f"finish_reason={choice.finish_reason!r}")
+        return Generation(tuple(token_ids), logprobs, versions, choice.finish_reason)
 
     def weights_replaced(self) -> None:
         """See `Dialect.weights_replaced`."""
@@ -151,11 +157,41 @@ class VLLMDialect:
             await pool.call(server, "/start_weight_update", {})
 
 
-def _sampled(row: dict[str, Any], token: int) -> float:
+class _Row(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class _WholeRow(_Row, gc=False):
+    top_logprobs: list[_Row]
+
+
+_AnyRow = TypeVar("_AnyRow")
+
+
+class _Rows(msgspec.Struct, Generic[_AnyRow]):
+    content: list[_AnyRow]
+
+
+class _Choice(msgspec.Struct, Generic[_AnyRow]):
+    token_ids: list[int]
+    logprobs: _Rows[_AnyRow]
+    weight_versions: list[Span]
+    finish_reason: str
+
+
+class _Answer(msgspec.Struct, Generic[_AnyRow]):
+    choices: list[_Choice[_AnyRow]]
+
+
+# A row begins with the sampled token; the entries below it are read only where one does not.
+_ANSWER, _WHOLE_ANSWER = (msgspec.json.Decoder(_Answer[row]) for row in (_Row, _WholeRow))
+_TOKEN, _LOGPROB = attrgetter("token_id"), attrgetter("logprob")
+
+
+def _sampled(row: _WholeRow, token: int) -> float:
     """The log-prob of the token that was sampled, which need not be the first or the likeliest of the row."""
-    entries = (row,) if row["token_id"] == token else [e for e in row["top_logprobs"] if e["token_id"] == token]
-    logprob = float(entries[0]["logprob"])
-    return logprob if logprob > NO_LOGPROB else -math.inf
+    return [entry.logprob for entry in (row, *row.top_logprobs) if entry.token_id == token][0]
 
 
 class VLLMEngine(RemoteEngine):

@@ -197,7 +197,8 @@ async def step(environment: Environment, action: str) -> StepResult:
     if not all(isinstance(name, str) for name in result.shaping):
         raise TypeError(f"StepResult.shaping has the names {_shown(list(result.shaping))}, which must all be strings")
     try:
-        json.dumps(result.info)
+        if result.info:
+            json.dumps(result.info)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"the info is not JSON-serializable: {error}") from error
     return StepResult(
@@ -214,7 +215,7 @@ async def step(environment: Environment, action: str) -> StepResult:
 
 
 def _truth(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):  # a union would be made anew at each call
         raise TypeError(f"StepResult.{name} is a {type(value).__name__}, not a bool")
     return bool(value)
 

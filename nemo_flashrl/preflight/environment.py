@@ -110,7 +110,7 @@ async def _prompt(
     environment = made(make)
     began(name := f"reset of task {index}")
     try:
-        ids = codec.prompt_ids(await ask(name, timeout, reset, environment, tasks[index]))
+        ids = codec.prompt_ids(codec.begin(await ask(name, timeout, reset, environment, tasks[index])))
     except EnvironmentFailure as error:
         failure = error
     except Exception as error:  # of the tasks, or what a chat template says of the messages

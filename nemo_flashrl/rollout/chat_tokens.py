@@ -6,17 +6,17 @@ token. Only what the chat template writes around it may.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
-from nemo_flashrl.engines.base import tokens_to_stop
 from nemo_flashrl.environments.environment import Message
-from nemo_flashrl.records import Generation
+from nemo_flashrl.rollout.tokenizer_calls import TokenizerCalls, end_of_action
 
 # No token spells more characters than this but in runs of blanks; what is longer is cut before it is encoded,
 # so that 100 MB of tool output cost nothing.
@@ -24,6 +24,12 @@ _CHARACTERS_PER_TOKEN = 64
 # Places to cut a rendered template. Noncharacters: no text may hold them, and `_clean` takes them out where one does.
 _OPEN, _CLOSE, _HERE = "\ufdd0", "\ufdd1", "\ufdd2"
 _PLACE = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class Conversation(list[Message]):
+    """Messages as the template is shown them, and what it makes of them all; empty where that is not known."""
+
+    text = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Codec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._calls = TokenizerCalls(tokenizer)
+        self._encode_often = functools.lru_cache(64)(self._encode)  # of special tokens' spellings
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         added = {token.content: (index, token) for index, token in tokenizer.added_tokens_decoder.items()}
         self._ids = {text: index for text, (index, token) in added.items() if token.special}
@@ -65,17 +73,16 @@ class Codec:
         # Ids of the special token with which the template ends an answer, and of all that it writes around messages
         self.turn_ends, self._around = self._find_turn_ends()
 
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt: the chat template with its generation prompt, or the plain concatenation of the contents."""
-        ids = self._encode(self._render([self._safe(message) for message in messages]))
-        return ids if self._has_template else self._start + ids
+    def begin(self, messages: Sequence[Message]) -> Conversation:
+        """A conversation that begins with `messages`; `next_ids` adds to it."""
+        conversation = Conversation(map(self._safe, messages))
+        conversation.text = self._render(conversation)
+        return conversation
 
-    def until_stop(self, action: Generation, stop: Sequence[str]) -> Generation:
-        """The action up to the token that completes one of `stop` in its text; an engine may have sampled on."""
-        count = tokens_to_stop(self.decode, action.token_ids, stop)
-        if count is None:
-            return action
-        return Generation(action.token_ids[:count], action.logprobs[:count], action.versions[:count], "stop")
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """All of it: the chat template with its generation prompt, or the plain concatenation of the contents."""
+        ids = self._encode(conversation.text)
+        return ids if self._has_template else self._start + ids
 
     def holds_chat_tokens(self, token_ids: Sequence[int]) -> bool:
         """Whether a special token that the template writes around messages stands before the end of an answer."""
@@ -94,7 +101,7 @@ class Codec:
         top of `max_tokens`.
         """
         window = max_tokens * _CHARACTERS_PER_TOKEN
-        if len(text) <= window and len(self._plain(text)) <= max_tokens:
+        if self._calls.surely_fits(text, max_tokens) or (len(text) <= window and len(self._plain(text)) <= max_tokens):
             return Observation(_clean(text))
         tail_size = {"head": 0, "tail": max_tokens, "both": max_tokens // 2}[keep]
         head_size = max_tokens - tail_size
@@ -107,7 +114,7 @@ class Codec:
 
     def next_ids(
         self,
-        messages: Sequence[Message],
+        conversation: Conversation,
         action: str,
         action_ids: Sequence[int],
         observation: Observation,
@@ -117,7 +124,7 @@ class Codec:
         """What the policy sees after an action: as in one encoding of the whole rendered conversation.
 
         Args:
-            messages: what came before the action.
+            conversation: what came before the action; action and observation are added to it.
             action, action_ids: the action as text and as it was sampled.
             observation: the answer to it, shown in a message of `role`.
             stop_token_ids: with which of them the policy may have closed its turn.
@@ -126,12 +133,13 @@ class Codec:
             (ids, False): the suffix that follows the sampled ids, or (ids, True): a whole new prompt, because the
             template now shows something else where the earlier tokens were: Qwen3's, say, strips earlier thinking.
         """
-        before = [self._safe(message) for message in messages]
         said = self._safe({"role": "assistant", "content": action})
-        seen = self._safe({"role": self._shown_role(role), "content": observation.text})
-        text, prompt = self._render([*before, said, seen]), self._render(before)
-        end = _end_of_action(text, prompt, said["content"])
-        if end is None:
+        conversation += said, self._safe({"role": self._shown_role(role), "content": observation.text})
+        for prompt, text in self._renderings(conversation):
+            end = end_of_action(text, prompt, said["content"])
+            if end is not None:
+                break
+        else:
             return self._encode(text), True
         last, rest = action_ids[-1] if action_ids else None, text[end:]
         closing = self._spelling.match(rest.lstrip())
@@ -199,7 +207,7 @@ class Codec:
         if not self._has_template:
             return "".join(message["content"] for message in messages)
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text = self._calls.render(messages)
         except TemplateError as error:
             roles = [message.get("role") for message in messages]
             raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
@@ -207,12 +215,24 @@ class Codec:
             raise ValueError("the chat template does not show every message once: it cannot frame observations")
         return text
 
+    def _renderings(self, conversation: Conversation) -> Iterator[tuple[str, str]]:
+        """The conversation without its last two messages, and with them; what costs least comes first."""
+        last, conversation.text = conversation.text, ""
+        near = [conversation[0], *conversation[-4:]] if self._has_template and self._calls.is_local() else conversation
+        if len(near) < len(conversation):
+            with contextlib.suppress(Exception):  # a template may refuse such neighbours: then all are shown to it
+                yield self._render(near[:-2]), self._render(near)
+        conversation.text = text = self._render(conversation)
+        if last:
+            yield last, text
+        yield self._render(conversation[:-2]), text  # of a template that tells the time, it may have become another
+
     def _continue(self, context: str, text: str) -> list[int]:
         """Ids of `text` as they follow `context` in one encoding of both, wherever that has a boundary there."""
         if self._spelling.match(text):
             context = ""
         for before in filter(None, (context, self._anchor)):
-            start, whole = self._encode(before), self._encode(before + text)
+            start, whole = self._encode_often(before), self._encode(before + text)
             if whole[: len(start)] == start:
                 return whole[len(start) :]
         return self._encode(text)
@@ -220,7 +240,7 @@ class Codec:
     def _encode(self, rendered: str) -> list[int]:
         """A rendered template: its own special tokens are special, placeholders are text again."""
         if _OPEN not in rendered:
-            ids = self._tokenizer.encode(rendered, add_special_tokens=False)
+            ids = self._calls.encode(rendered, self._tokenizer.split_special_tokens)
             own = [self._ids[text] for text in self._spelling.findall(rendered)]
             if [i for i in ids if i in self._named] == [i for i in own if i in self._named]:
                 return ids
@@ -243,7 +263,7 @@ class Codec:
         text = _clean(text)
         if not text:
             return []
-        encode = functools.partial(self._tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+        encode = functools.partial(self._calls.encode, split_special_tokens=True)
         ids = encode(text)
         if after_special and self._lead:
             start, whole = encode(self._lead), encode(self._lead + text)
@@ -258,38 +278,12 @@ class Codec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens spelt out."""
-        return self._tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=False,
-            clean_up_tokenization_spaces=False,
-            spaces_between_special_tokens=False,
-        )
+        return self._calls.decode(token_ids)
 
 
 def _clean(text: str) -> str:
     """Without half surrogate pairs, which are no text and cannot be encoded, and without noncharacters."""
+    if text.isascii():
+        return text
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return re.sub(f"[{_OPEN}-{_HERE}]", "\ufffd", text)
-
-
-def _end_of_action(text: str, before: str, action: str) -> int | None:
-    """Where the action ends in a rendered template that begins with `before`; None if it does not follow there.
-
-    Templates trim a message or put blank lines around a tag: blanks may differ, since the sampled ids stay anyway.
-    """
-    if not text.startswith(before):
-        return None
-    if text.startswith(action, len(before)):
-        return len(before) + len(action)
-    position = len(before)
-    for letter in action:
-        if letter.isspace():
-            continue
-        while position < len(text) and text[position].isspace():
-            position += 1
-        if not text.startswith(letter, position):
-            return None
-        position += 1
-    for letter in action[len(action.rstrip()) :]:  # the blanks at its end, as far as the template kept them
-        position += text.startswith(letter, position)
-    return position

@@ -8,18 +8,19 @@ environment.reset -> prompt ids --> engine.generate -> action ids --> environmen
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from nemo_flashrl.engines.base import Engine
-from nemo_flashrl.environments.environment import Environment, Message, StepResult
+from nemo_flashrl.engines.base import Context, Engine, until_stop
+from nemo_flashrl.environments.environment import Environment, StepResult
 from nemo_flashrl.environments.guard import EnvironmentFailure, ask, in_words, reset, step
 from nemo_flashrl.records import NO_VERSION, Generation, Sampling, Trajectory, Turn
-from nemo_flashrl.rollout.chat_tokens import Codec, Observation
+from nemo_flashrl.rollout.chat_tokens import Codec, Conversation, Observation
 
 Summarize = Callable[[str, int], Awaitable[str]]  # (observation, tokens it may have) -> what stands in its place
 KEEP = ("head", "tail", "both")
@@ -56,8 +57,9 @@ class Limits:
 class _Episode:
     """What has happened so far."""
 
-    messages: list[Message] = field(default_factory=list)
+    conversation: Conversation = field(default_factory=Conversation)
     prompt: list[int] = field(default_factory=list)
+    context: Context = field(default_factory=Context)  # what the policy sees now: the ids of the last segment
     turns: list[Turn] = field(default_factory=list)
     reward: float = 0.0
     success: bool | None = None  # the environment's word, where it has one
@@ -66,18 +68,6 @@ class _Episode:
     malformed: bool = False
     turn_rewards: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)  # ours
-
-    @property
-    def context(self) -> list[int]:
-        """The ids that the policy sees now: those of the last segment."""
-        ids = list(self.prompt)
-        for turn in self.turns:
-            if turn.starts_segment:
-                ids.clear()
-            else:
-                ids += turn.action.token_ids
-            ids += turn.observation_ids
-        return ids
 
 
 async def run_episode(
@@ -143,10 +133,37 @@ def unplayed(prompt_index: int, temperature: float, why: str) -> Trajectory:
     )
 
 
+def _hash_constants() -> Iterator[tuple[int, int]]:
+    """Of the 16 words that NumPy's SeedSequence hashes to mix four numbers, and of the two that it then gives."""
+    for constant, factor, count in ((0x43B0D7E5, 0x931E8875, 16), (0x8B51F9DD, 0x58F38DED, 2)):
+        for _ in range(count):
+            following = constant * factor & _WORD
+            yield constant, following
+            constant = following
+
+
+_WORD = 2**32 - 1
+_HASHES = tuple(_hash_constants())
+
+
 def turn_seed(seed: int, prompt_index: int, sample: int, turn: int) -> int:
     """The seed of one request, in 0..2**63-1: a hash, so that neighbours share nothing."""
-    words = np.random.SeedSequence([seed, prompt_index, sample, turn]).generate_state(1, np.uint64)
-    return int(words[0]) >> 1
+    numbers = [seed, prompt_index, sample, turn]
+    if min(numbers) < 0 or max(numbers) > _WORD:
+        return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+    # The same in plain integers, at a quarter of the time: NumPy promises that its algorithm stays.
+    hashes = iter(_HASHES)
+
+    def hashed(word: int) -> int:
+        before, after = next(hashes)
+        word = (word ^ before) * after & _WORD
+        return word ^ word >> 16
+
+    pool = [hashed(number) for number in numbers]
+    for source, target in itertools.permutations(range(4), 2):
+        word = (0xCA01F9DD * pool[target] - 0x4973F715 * hashed(pool[source])) & _WORD
+        pool[target] = word ^ word >> 16
+    return (hashed(pool[0]) | hashed(pool[1]) << 32) >> 1
 
 
 async def _play(
@@ -160,8 +177,10 @@ async def _play(
     identity: tuple[int, int, int],
 ) -> str:
     """Fill `episode` turn by turn; returns its end reason."""
-    episode.messages = await ask("reset", limits.step_timeout, reset, environment, task)
-    episode.prompt = _encoded("reset", codec.prompt_ids, episode.messages)
+    messages = await ask("reset", limits.step_timeout, reset, environment, task)
+    episode.conversation = _encoded("reset", codec.begin, messages)
+    episode.prompt = _encoded("reset", codec.prompt_ids, episode.conversation)
+    episode.context = Context(episode.prompt)
     if len(episode.prompt) >= limits.max_context:
         episode.info["error"] = (
             f"reset: a prompt of {len(episode.prompt)} tokens leaves no room for an answer in {limits.max_context}"
@@ -172,7 +191,7 @@ async def _play(
         room = limits.max_context - len(context)
         most, seed = min(sampling.max_tokens, room), turn_seed(*identity, number)
         request = replace(sampling, max_tokens=most, seed=seed, decode=codec.decode)
-        action = codec.until_stop(await engine.generate(context, request), sampling.stop)
+        action = until_stop(codec.decode, await engine.generate(context, request), sampling.stop)
         episode.turns.append(Turn(action))
         _count_odd_ends(codec, action, episode.counts)
         text = codec.action_text(action.token_ids, sampling.stop_token_ids)
@@ -187,8 +206,12 @@ async def _play(
             return "done"
         if number + 1 < limits.max_turns:
             turn = await _observe(codec, episode, text, result, limits, sampling.stop_token_ids)
-            kept = 0 if turn.starts_segment else len(context) + len(action.token_ids)
-            if kept + len(turn.observation_ids) >= limits.max_context:
+            if turn.starts_segment:
+                episode.context = Context(turn.observation_ids)
+            else:
+                context += action.token_ids
+                context += turn.observation_ids
+            if len(episode.context) >= limits.max_context:
                 return "token_limit"
             episode.turns[-1] = turn
     return "turn_limit"
@@ -205,16 +228,11 @@ def _count_odd_ends(codec: Codec, action: Generation, counts: Counter[str]) -> N
 async def _observe(
     codec: Codec, episode: _Episode, said: str, result: StepResult, limits: Limits, stops: Sequence[int]
 ) -> Turn:
-    """The last turn with what the policy sees next, which `episode.messages` then show too."""
+    """The last turn with what the policy sees next, which `episode.conversation` then shows too."""
     action = episode.turns[-1].action
     seen = await _shortened(codec, result.observation, limits, episode.counts)
     shown = seen, result.role
-    ids, new_segment = _encoded("step", codec.next_ids, episode.messages, said, action.token_ids, *shown, stops)
-    episode.messages = [
-        *episode.messages,
-        {"role": "assistant", "content": said},
-        {"role": result.role, "content": seen.text},
-    ]
+    ids, new_segment = _encoded("step", codec.next_ids, episode.conversation, said, action.token_ids, *shown, stops)
     return Turn(action, tuple(ids), new_segment)
 
 
@@ -246,27 +264,26 @@ def _encoded(where: str, encode: Callable[..., Any], *arguments: Any) -> Any:
 
 def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperature: float) -> Trajectory:
     """Lay the turns out flat: the place where a token's mask, log-prob and version are born."""
-    token_ids, starts = list(episode.prompt), [0]
-    mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [NO_VERSION] * len(token_ids)
-    turns = [-1] * len(token_ids)
-    for number, turn in enumerate(episode.turns):
-        sampled, observed = len(turn.action.token_ids), len(turn.observation_ids)
+    token_ids, starts, places = list(episode.prompt), [0], []
+    for turn in episode.turns:
+        places.append(slice(len(token_ids), len(token_ids) + len(turn.action.token_ids)))
         if turn.starts_segment:
-            starts.append(len(token_ids) + sampled)
+            starts.append(places[-1].stop)
         token_ids += [*turn.action.token_ids, *turn.observation_ids]
-        mask += [True] * sampled + [False] * observed
-        logprobs += [*turn.action.logprobs, *[0.0] * observed]
-        versions += [*turn.action.versions, *[NO_VERSION] * observed]
-        turns += [number] * sampled + [-1] * observed
+    mask, logprobs = np.zeros(len(token_ids), dtype=bool), np.zeros(len(token_ids), dtype=np.float32)
+    versions, turns = np.full(len(token_ids), NO_VERSION, dtype=np.int32), np.full(len(token_ids), -1, dtype=np.int32)
+    for number, (turn, place) in enumerate(zip(episode.turns, places, strict=True)):
+        mask[place], turns[place] = True, number
+        logprobs[place], versions[place] = turn.action.logprobs, turn.action.versions
     info = {name: value for name, value in episode.info.items() if name not in COUNTS} | episode.counts
     solved = episode.reward > 0 if episode.success is None else episode.success
     return Trajectory(
         prompt_index=prompt_index,
         group=prompt_index,
         token_ids=np.array(token_ids, dtype=np.int64),
-        action_mask=np.array(mask, dtype=bool),
-        behavior_logprobs=np.array(logprobs, dtype=np.float32),
-        versions=np.array(versions, dtype=np.int32),
+        action_mask=mask,
+        behavior_logprobs=logprobs,
+        versions=versions,
         reward=episode.reward,
         turns=len(episode.turns),
         end_reason=end_reason,
@@ -276,6 +293,6 @@ def _trajectory(episode: _Episode, end_reason: str, prompt_index: int, temperatu
         shaping=dict(episode.shaping),
         malformed=episode.malformed,
         turn_rewards=(*episode.turn_rewards, *[0.0] * (len(episode.turns) - len(episode.turn_rewards))),
-        turn_of_token=np.array(turns, dtype=np.int32),
+        turn_of_token=turns,
         temperature=temperature,
     )

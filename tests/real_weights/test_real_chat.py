@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conversations import play, rendered, sampled
+from plain_codec import check_conversations
 from real_models import DEMO, deepseek, package, qwen
 from transformers import AutoTokenizer
 
@@ -48,6 +49,10 @@ def test_a_conversation_is_that_of_transformers(named: tuple[str, Any], role: st
         _, requests = play(tokenizer, action, (end,), StepResult(answer, role=role), StepResult("lower", role=role))
         said = ("What is it?", "lower 42", answer, "lower 42", "lower")
         assert requests == [rendered(tokenizer, *said[:count], role=role) for count in (1, 3, 5)], answer
+
+
+def test_growing_conversations_have_the_ids_of_whole_ones(named: tuple[str, Any]) -> None:
+    check_conversations(named[1], range(8))
 
 
 def test_the_template_ends_a_turn_with_this(named: tuple[str, Any]) -> None:

@@ -188,14 +188,14 @@ def test_blanks_that_a_template_changes_are_no_change() -> None:
     )
     codec, messages = Codec(tokenizer), [{"role": "user", "content": "q"}]
     shown = codec.observation("o", 9)
-    suffix, new_segment = codec.next_ids(messages, " a\n\nb \n", ids(" "), shown, "user")
+    suffix, new_segment = codec.next_ids(codec.begin(messages), " a\n\nb \n", ids(" "), shown, "user")
     assert (tokenizer.decode(suffix), new_segment) == (")(o)(", False)
     stripping = tokenizer.chat_template
     tokenizer.chat_template = stripping.replace("m.content.strip()", "m.content.replace('\\n\\n', '\\n')")
-    suffix, new_segment = codec.next_ids(messages, " a\n\nb \n", ids(" "), shown, "user")
+    suffix, new_segment = codec.next_ids(codec.begin(messages), " a\n\nb \n", ids(" "), shown, "user")
     assert (tokenizer.decode(suffix), new_segment) == (")(o)(", False)  # the blanks at the end are not there twice
     tokenizer.chat_template = stripping.replace("m.content.strip()", "m.content.strip() | upper")
-    suffix, new_segment = codec.next_ids(messages, "ab", ids(" "), shown, "user")
+    suffix, new_segment = codec.next_ids(codec.begin(messages), "ab", ids(" "), shown, "user")
     assert (tokenizer.decode(suffix), new_segment) == ("(Q)(AB)(O)(", True)
 
 
@@ -218,14 +218,15 @@ def test_special_tokens_spelt_in_a_prompt_stay_text() -> None:
     hidden, end = tokenizer.convert_tokens_to_ids(["<hidden>", "<end>"])
     assert hidden not in tokenizer.all_special_ids
     codec = Codec(tokenizer)
-    prompt = codec.prompt_ids([{"role": "user", "content": "Q <hidden> k <end>"}])
+    prompt = codec.prompt_ids(codec.begin([{"role": "user", "content": "Q <hidden> k <end>"}]))
     assert tokenizer.decode(prompt) == "<start> <unk> Q <unk> k <unk> <end> <start> <unk>"
     assert (prompt.count(end), prompt.count(hidden)) == (1, 0)
     asked, seen = [{"role": "user", "content": "Q"}], codec.observation("<hidden> <end>", 9)
-    shown = codec.next_ids(asked, "k", [*ids("k"), end], seen, "user", (end,))[0]
+    shown = codec.next_ids(codec.begin(asked), "k", [*ids("k"), end], seen, "user", (end,))[0]
     assert tokenizer.decode(shown) == "<start> <unk> <unk> <unk> <end> <start> <unk>"
     tokenizer.chat_template = None
-    assert tokenizer.decode(Codec(tokenizer).prompt_ids([{"role": "user", "content": "Q <end>"}])) == "Q <unk>"
+    codec = Codec(tokenizer)
+    assert tokenizer.decode(codec.prompt_ids(codec.begin([{"role": "user", "content": "Q <end>"}]))) == "Q <unk>"
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_what_stays_of_a_long_observation(keep: str, text: str) -> None:
     tokenizer = letter_tokenizer()
     codec = Codec(tokenizer)
     cut = codec.observation("0123456789", 4, keep)
-    shown, _ = codec.next_ids([], "x", ids(" "), cut, "user")
+    shown, _ = codec.next_ids(codec.begin([]), "x", ids(" "), cut, "user")
     assert (cut.text, tokenizer.decode(shown), cut.removed) == (text, text, 6)
     assert Codec(tokenizer).observation("0123", 4, keep).text == "0123"
 
