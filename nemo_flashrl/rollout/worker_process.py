@@ -16,8 +16,7 @@ from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout import messages
 from nemo_flashrl.rollout.messages import Message
 
-# Requests and tokenizers need no GPU and one thread: others of a node have the rest.
-_ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}  # GPUs are the trainer's; no thread to fork
 
 
 class WorkerLost(Exception):
@@ -36,7 +35,7 @@ class WorkerFactory:
         with theirs:
             command = [sys.executable, "-m", "nemo_flashrl.rollout.worker", str(theirs.fileno())]
             path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # what this process can import, it can
-            environment = {**os.environ, **_ENVIRONMENT, **path}
+            environment = {"OMP_NUM_THREADS": "1", **os.environ, **_HIDDEN, **path}
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         self._pids: dict[int, int] = {}  # of workers that live, by their index
         self._ends: dict[int, int] = {}  # exit status of those that do not
