@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -156,6 +158,44 @@ def test_an_episode_that_ends_its_process(server: StandIn, tmp_path: Path) -> No
     assert [first.end_reason, second.end_reason, third.end_reason] == ["done", "environment_error", "done"]
     assert not second.action_count and "lost: ended by signal 9" in second.info["error"]
     assert (len(begun(tmp_path, 0)), len(begun(tmp_path, 1)), lost) == (2, 3, 4)
+
+
+def test_workers_end_with_the_trainer_however_that_ends(server: StandIn, tmp_path: Path) -> None:
+    """Killed while one episode blocks its worker's thread."""
+    script = """
+import asyncio, sys
+from pathlib import Path
+from test_workers import SAMPLING, configured, from_config
+from doubles import TOKENIZER
+
+class Told:
+    url = sys.argv[1]
+
+async def play():
+    pool = from_config.start_workers(configured(Told, Path(sys.argv[2]), ["sleep", "none"], workers=2), TOKENIZER, 32)
+    print(pool._factory._process.pid, flush=True)
+    await pool.play(0, 0, 0, SAMPLING)
+
+asyncio.run(play())
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", script, server.url, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    factory = int(trainer.stdout.readline())
+    deadline = time.monotonic() + LONG
+    while not (tmp_path / "begun-0").exists():
+        assert time.monotonic() < deadline and trainer.poll() is None
+        time.sleep(0.1)
+    (worker,) = begun(tmp_path, 0)
+    trainer.kill()
+    trainer.wait()
+    while any(os.path.exists(f"/proc/{pid}") for pid in (factory, worker)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_worker_that_leaks_is_replaced(server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
