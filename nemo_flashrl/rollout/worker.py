@@ -158,7 +158,7 @@ class Worker:
                 self._use(message)
             case messages.Drain():
                 self._draining = self._loop.create_task(self._drain())
-            case messages.Reopen():
+            case messages.Reopen() if self._draining:
                 self._draining.cancel()
                 self._engine.reopen()
             case messages.Revived():

@@ -95,9 +95,9 @@ class WorkerPool:
         Raises:
             What the worker's engine raised; RuntimeError where it was something unforeseen, or no worker starts.
         """
-        await self._open()
         lost = 0
         while True:
+            await self._open()
             number = next(self._numbers)
             asked = (held_out, prompt_index, task_index, sample)
             sampled = (sampling.temperature, sampling.max_tokens, sampling.stop_token_ids, sampling.stop)
@@ -149,9 +149,8 @@ class WorkerPool:
 
     async def _read(self, worker: WorkerProcess) -> None:
         """Until the worker is gone."""
-        first = [messages.Start(self._plan), self._servers(), *([messages.Drain()] if self._held else ())]
         try:
-            async for message in worker.messages(first):
+            async for message in worker.messages(lambda: (messages.Start(self._plan), self._servers())):
                 self._hear(worker, message)
             await asyncio.sleep(LOOK_SECONDS)  # its end is told after its connection's
             self._lose(worker, _how_it_ended(self._factory.status(worker.index)))
@@ -167,14 +166,14 @@ class WorkerPool:
                 self._examine(worker, message)
             case messages.Ended():
                 worker.faults = message.faults
-                if future := worker.episodes.get(message.number):
+                if future := worker.waits_for(message.number):
                     future.set_result(messages.unpack_trajectory(message.trajectory))
             case messages.Failed():
                 kind = OURS.get(message.kind)
                 error = kind(message.error) if kind else RuntimeError(f"{message.kind}: {message.error}")
                 if message.number < 0:
                     self._fail(error)
-                elif future := worker.episodes.get(message.number):
+                elif future := worker.waits_for(message.number):
                     future.set_exception(error)
             case messages.Drained():
                 worker.drained.set()
@@ -251,6 +250,8 @@ class WorkerPool:
             self._factory = WorkerFactory()
         worker = self._begin()
         self._workers.append(worker)
+        if self._held:
+            worker.send(messages.Drain())
         worker.reading = asyncio.create_task(self._read(worker))
 
     def _fail(self, error: Exception) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout import messages
@@ -114,21 +114,25 @@ class WorkerProcess:
         else:
             self._writer.write(messages.packed(message))
 
-    async def messages(self, first: Sequence[Message]) -> AsyncIterator[Message]:
+    async def messages(self, first: Callable[[], Iterable[Message]]) -> AsyncIterator[Message]:
         """Connect, send what goes `first`, then hear it until it is gone."""
         self.heard = time.monotonic()
         reader, self._writer = await asyncio.open_connection(sock=self._connection)
-        for message in (*first, *self._unsent):
-            self.send(message)
+        for message in (*first(), *(m for m in self._unsent if not isinstance(m, messages.Servers))):
+            self.send(message)  # what is said of servers is newer in `first`
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 yield await messages.read(reader)
 
+    def waits_for(self, number: int) -> asyncio.Future[Trajectory] | None:
+        """What an episode is to be told to; None where nobody waits for it any more."""
+        future = self.episodes.get(number)
+        return None if future is None or future.done() else future
+
     def fail_episodes(self, error: Exception) -> None:
         """All that it plays."""
-        for future in self.episodes.values():
-            if not future.done():
-                future.set_exception(error)
+        for future in filter(None, map(self.waits_for, self.episodes)):
+            future.set_exception(error)
 
     def close(self) -> None:
         """Let it close its environments and end."""

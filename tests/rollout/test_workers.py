@@ -220,18 +220,20 @@ def test_new_weights_wait_for_requests_in_all_workers(server: StandIn, tmp_path:
     config = configured(server, tmp_path, ["none"] * 6, workers=2, mode="async")
 
     async def play(pool: WorkerPool) -> list[Trajectory]:
+        await pool.load_weights([("w", torch.ones(V))], 1)  # before anything is played, as a resumed run does
         await play_all(pool, 2)
         playing = asyncio.create_task(play_all(pool, 6))
         await asyncio.sleep(0.5)
-        await pool.load_weights([("w", torch.zeros(V))], 1)
+        await pool.load_weights([("w", torch.linspace(0, 1, V))], 2)
         return await playing
 
+    second = np.linspace(0, 1, V) / SAMPLING.temperature
     for trajectory in run(config, play):
-        versions = trajectory.versions[trajectory.action_mask]
-        assert versions.tolist() == sorted(versions) and set(versions) == {0, 1}
-        expected = np.where(versions == 1, -np.log(V), np.nan)
-        told = trajectory.behavior_logprobs[trajectory.action_mask]
-        assert np.allclose(told[versions == 1], expected[versions == 1], atol=1e-5)
+        acted = trajectory.action_mask
+        versions, told = trajectory.versions[acted], trajectory.behavior_logprobs[acted]
+        assert versions.tolist() == sorted(versions) and set(versions) == {1, 2}
+        table = second - np.log(np.exp(second).sum())
+        assert np.allclose(told, np.where(versions == 2, table[trajectory.token_ids[acted]], -np.log(V)), atol=1e-5)
         for places in trajectory.turn_places:
             assert len(set(trajectory.versions[places])) == 1
 
