@@ -277,7 +277,7 @@ async def answers(folder: Path, rounds: int) -> None:
         for _ in range(rounds):
             kept.append(VLLMDialect().read(content, 0))
         busy = (time.process_time() - busy) / rounds
-        print(f"{name}: {1e3 * busy:.1f} ms of CPU an answer, the longest collection {max(spent):.3f} s")
+        print(f"{name}: {1e3 * busy:.1f} ms of CPU an answer, the longest collection {max(spent, default=0.0):.3f} s")
         gc.collect()
         gc.freeze()
 

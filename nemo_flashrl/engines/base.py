@@ -94,7 +94,7 @@ class Engine(Protocol):
     faults: Counter[str]
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        """Continue `token_ids`. Many calls may be in flight at once."""
+        """Continue `token_ids`, to which the caller adds after the answer. Many calls may be in flight at once."""
         ...
 
     async def load_weights(self, stream: NamedTensors, version: int) -> None:

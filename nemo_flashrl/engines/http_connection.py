@@ -104,12 +104,14 @@ class _Connection(asyncio.Protocol):
         self._parts.append(data)
         self._size += len(data)
         try:
-            self._status or self._read_head()
+            if not self._status:
+                self._read_head()
             if self._status and 0 <= self._left <= self._size:
                 self._end(b"".join(self._parts))
             elif self._status and self._left == -1:
                 content = _of_chunks(self._whole())
-                content is None or self._end(content)
+                if content is not None:
+                    self._end(content)
         except ValueError as error:
             self._answer.set_exception(OSError(f"no HTTP: {error}"))
 
@@ -128,7 +130,7 @@ class _Connection(asyncio.Protocol):
     def _read_head(self) -> None:
         head, found, rest = self._whole().partition(_END_OF_HEAD)
         status = _STATUS.match(head + b"\r")
-        if status is None and (found or len(head) >= 13) or len(head) > _LONGEST_HEAD:
+        if (status is None and (found or len(head) >= 13)) or len(head) > _LONGEST_HEAD:
             raise ValueError(repr(head[:100]))
         if not found:
             return
