@@ -18,6 +18,7 @@ import torch
 from doubles import TOKENIZER
 from server_processes import StandIn, anew, ended_after
 from stand_in_server import START, V
+from unruly_environment import Unruly
 
 from nemo_flashrl.config.schema import RunConfig
 from nemo_flashrl.records import Batch, Sampling, Trajectory
@@ -251,6 +252,32 @@ def test_a_server_that_begins_anew_gets_the_weights(server: StandIn, tmp_path: P
 
     for trajectory in run(config, play):
         assert set(trajectory.versions[trajectory.action_mask]) == {1}
+
+
+def test_held_out_tasks_and_prompts_without_room(server: StandIn, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """The workers play the held-out settings' tasks, and the trainer is told of a prompt that leaves no room."""
+    other = tmp_path / "held_out"
+    other.mkdir()
+    config = configured(server, tmp_path, ["none"], workers=2)
+    config.evaluation.every_steps, config.evaluation.samples, config.evaluation.tasks = 1, 2, 3
+    config.evaluation.settings = {"folder": str(other), "deeds": ["none"] * 4}
+    config.batching.on_too_long = "drop"
+    held_out = from_config.held_out(config, Unruly, TOKENIZER)
+
+    async def play(pool: WorkerPool) -> tuple[list[Trajectory], Trajectory]:
+        return await held_out(pool), await pool.play(0, 0, 0, SAMPLING)
+
+    played, trained = run(config, play)
+    assert [t.prompt_index for t in played] == [0, 0, 1, 1, 2, 2]
+    assert sorted(path.name for path in other.iterdir()) == ["begun-0", "begun-1", "begun-2"]
+    assert len({tuple(t.token_ids) for t in played}) == 6 and trained.end_reason == "done"
+
+    config.model.context_length, config.evaluation.every_steps = 6, 0  # the prompt has 5 tokens, of 6 a tenth is kept
+    assert run(config, lambda pool: pool.play(0, 0, 0, SAMPLING)).end_reason == "prompt_too_long"
+    assert "the prompt of task 0 has 5 tokens and leaves no room" in capfd.readouterr().err
+    config.batching.on_too_long = "error"
+    with pytest.raises(ValueError, match="of task 0 has 5 tokens .* or set batching.on_too_long=drop$"):
+        run(config, lambda pool: pool.play(0, 0, 0, SAMPLING))
 
 
 def test_what_a_worker_cannot_make_is_told(server: StandIn, tmp_path: Path) -> None:
