@@ -21,7 +21,13 @@ from nemo_flashrl.config import load
 from nemo_flashrl.plan.devices import find_device
 from nemo_flashrl.plan.fitting import fits, stages
 from nemo_flashrl.plan.memory import Layout
-from nemo_flashrl.plan.step_time import DECODE_EFFICIENCY, UTILISATION, decode_tokens_per_second, step_time
+from nemo_flashrl.plan.step_time import (
+    DECODE_EFFICIENCY,
+    UTILISATION,
+    decode_tokens_per_second,
+    step_time,
+    worker_cores,
+)
 from nemo_flashrl.weights.model_shape import ModelShape, model_shape
 
 DEVICE = find_device("H800")
@@ -221,6 +227,7 @@ def rows(job: Job, site: Site) -> Iterator[tuple[list[str], list[str]]]:
         in_flight, run = run_split(shape, split, job, broadcast)
         fullest = max(s.device for s in stages(shape, layout, job.context)) / GIB
         tokens = job.batch * job.mean_tokens / run.seconds
+        turns = job.batch * job.turns / run.seconds
         yield (
             [name, str(gpus), f"{layout.ranks} : {split.rollout_gpus}"]
             + [f"{layout.tensor} x {layout.pipeline} x {layout.context} x {layout.data}", layout.recompute]
@@ -236,6 +243,7 @@ def rows(job: Job, site: Site) -> Iterator[tuple[list[str], list[str]]]:
             + [f"{step.tensor / step.total:.0%}", f"{step.gradients / step.total:.0%}"]
             + [f"{2 * shape.parameters / 1e9:.0f}", f"{files:.0f}", f"{broadcast:.1f}", f"{run.seconds:.0f}"]
             + [f"{run.waiting:.0%}", f"{in_flight}", f"{run.staleness:.1f}", f"{run.dropped:.0%}"]
+            + [f"{turns:.0f}", f"{math.ceil(worker_cores(turns))}"]
             + [f"{tokens / gpus:.0f}", breaks_first(shape, split, job, site, run, broadcast)],
         )
 
@@ -245,7 +253,7 @@ LAYOUT_COLUMNS = (
 )
 TIME_COLUMNS = (
     "model|GPUs|train s|compute|bubble|TP|gradients|refit GB|by files s|by broadcast s|step s|trainer waits|in flight|"
-    "staleness|dropped|tokens/s a GPU|breaks first"
+    "staleness|dropped|turns/s|worker cores|tokens/s a GPU|breaks first"
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from nemo_flashrl.plan.fitting import (
     stages,
 )
 from nemo_flashrl.plan.memory import LAYERS, Layout, StageMemory
-from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time
+from nemo_flashrl.plan.step_time import decode_tokens_per_second, step_time, worker_cores
 from nemo_flashrl.weight_sync.hf_config import read_hf_json
 from nemo_flashrl.weights.model_shape import FAMILIES, ModelShape, model_shape
 
@@ -34,7 +35,7 @@ LESS = 0.9  # of what is counted for a run that did not fit, though the plan say
 DEFAULTS = {
     **{"tp": 1, "pp": 1, "cp": 1, "context": 32768, "batch": 64, "recompute": "none", "precision": "bf16"},
     **{"reference": "none", "head_chunk": None, "device": "H800", "microbatch": 0, "gpus": 0, "sequence": True},
-    **{"ep": 1, "lora_rank": 0, "steps": 100, "save_every": 50, "keep": 2, "exports": 1},
+    **{"turns": 20, "ep": 1, "lora_rank": 0, "steps": 100, "save_every": 50, "keep": 2, "exports": 1},
     **{"moments_dtype": "fp32", "gradients_dtype": "fp32", "offload_fraction": 0.0},
     "fp8_param_gather": False,
 }
@@ -119,12 +120,17 @@ def sizes_of(run: RunConfig) -> dict[str, Any]:
     sizes = {
         **{"tp": run.parallel.tensor, "pp": run.parallel.pipeline, "cp": run.parallel.context},
         **{"context": run.model.context_length, "microbatch": run.batching.max_tokens_per_microbatch},
-        **{"batch": run.rollout.batch_size, "recompute": run.model.recompute, "precision": run.model.precision},
+        **{
+            "turns": run.rollout.max_turns,
+            "batch": run.rollout.batch_size,
+            "recompute": run.model.recompute,
+            "precision": run.model.precision,
+        },
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
         **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
         **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets, "keep": run.checkpoint.keep},
         **{name: getattr(run.optimizer, name) for name in ("moments_dtype", "gradients_dtype", "offload_fraction")},
-        "fp8_param_gather": run.optimizer.fp8_param_gather,
+        **{"fp8_param_gather": run.optimizer.fp8_param_gather, "turns": run.rollout.max_turns},
         **{"steps": run.trainer.steps, "save_every": run.checkpoint.every_steps, "exports": _exports(run)},
     }
     return sizes | ({"device": run.cluster.device} if run.cluster.device else {})
@@ -240,11 +246,15 @@ def _time_lines(
     tensor = next(t for t in (1, 2, 4, 8, 16) if 2 * shape.parameters < 0.7 * device.memory_gib * GIB * t or t == 16)
     speed, episodes = decode_tokens_per_second(shape, device, context_tokens=sizes["context"], tensor=tensor)
     needed = tokens * action_share / time.seconds / speed
+    turns = sizes["batch"] * sizes["turns"] / time.seconds
+    cores = worker_cores(turns)
     return [
         f"  a step of {sizes['batch']} trajectories of {sizes['context']} tokens: {time.total / 1e15:.0f} PFLOP, about "
         f"{time.seconds:.0f} s at 40% of peak ({shares})",
         f"  rollouts: about {speed:.0f} tokens/s per GPU ({episodes} episodes on TP {tensor}); {needed:.1f} GPUs "
         f"keep up with the trainer at {action_share:.0%} action tokens, tool time not included",
+        f"  rollout workers: {turns:.0f} turns/s at {sizes['turns']} turns a trajectory; cores that keep up: "
+        f"{math.ceil(cores)}, environments not included",
     ]
 
 

@@ -14,6 +14,8 @@ DECODE_EFFICIENCY = 0.6  # of the memory's bandwidth, that a serving engine reac
 # graph, some microseconds each; between two steps the engine schedules, samples and hands out tokens in Python.
 KERNELS_PER_LAYER = 10
 KERNEL_SECONDS = 3e-6
+TURN_SECONDS = 1.0e-3  # of a core of a rollout worker, 240 sampled tokens a turn: docs/benchmarks_rollouts.md
+WORKER_USE = 0.7  # of a core, beyond which requests wait for each other
 ENGINE_SECONDS = 5e-3
 
 
@@ -52,6 +54,11 @@ def step_time(
     bubble = 1 + (layout.pipeline - 1) / layout.microbatches
     seconds = total * bubble / (layout.ranks * device.bf16_tflops * 1e12 * UTILISATION)
     return StepTime(products * matrices, 3 * attention, again, head, seconds)
+
+
+def worker_cores(turns_per_second: float) -> float:
+    """Cores of rollout workers that play so many turns a second, when `WORKER_USE` of each is used."""
+    return turns_per_second * TURN_SECONDS / WORKER_USE
 
 
 def key_value_cache(shape: ModelShape, tokens: float) -> float:

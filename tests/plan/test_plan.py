@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -172,6 +173,11 @@ def test_the_page(tmp_path: Path, capsys) -> None:
     assert "8.03B parameters on 16 x h800: TP 4, PP 2, CP 1, DP 2" in page
     assert "stage 1" in page
     assert "fewest GPUs for a context of 32768: 4 (1 node)" in page
+    turns, cores = re.search(
+        r"rollout workers: (\d+) turns/s at 20 turns a trajectory; cores that keep up: (\d+)", page
+    ).groups()
+    seconds = int(re.search(r"about (\d+) s at 40% of peak", page)[1])
+    assert abs(int(turns) - 64 * 20 / seconds) < 1 and int(cores) == 1  # at 1 ms a turn and 70% of a core
     assert main(["plan", str(tmp_path), "--context", "32768"]) == 1  # one GPU
     assert "DOES NOT FIT" in capsys.readouterr().out
     refused = (
