@@ -86,7 +86,7 @@ async def play_before(file: Path, seeds: Sequence[int], fixed: Sequence[str], ur
     from nemo_flashrl.config import load
     from nemo_flashrl.engines import VLLMEngine
     from nemo_flashrl.rollout.from_config import held_out
-    from nemo_flashrl.rollout.held_out import success_rate
+    from nemo_flashrl.rollout.metrics import success_rate
 
     known = {row["seed"] for row in read_json_lines(file)} if file.exists() else set()
     for seed in (seed for seed in seeds if seed not in known):

@@ -87,7 +87,7 @@ def slurm_executor(
     overrides: list[str] | None = None,
     **options: Any,
 ) -> run.SlurmExecutor:
-    """Nodes and GPUs as the configuration's `cluster` says, one task a GPU (`launch/slurm.py` makes them ranks).
+    """Nodes and GPUs as the configuration's `cluster` says, one task a GPU (`launch/processes.py` makes them ranks).
 
     Args:
         tunnel: how the cluster is reached; None: this machine is a login node. NeMo-Run keeps a local tunnel's jobs

@@ -24,7 +24,7 @@ from nemo_flashrl.ablation.comparison import (
 )
 from nemo_flashrl.ablation.picture import as_markdown, draw
 from nemo_flashrl.launch.processes import run_training
-from nemo_flashrl.rollout.held_out import unbiased_pass_at_k
+from nemo_flashrl.rollout.metrics import unbiased_pass_at_k
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.run.record import RunRecord, read_run
 

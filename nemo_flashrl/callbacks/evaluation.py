@@ -13,7 +13,7 @@ from nemo_flashrl.callbacks.weight_refit import WeightRefitCallback
 from nemo_flashrl.engines.base import Engine
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.driver import RolloutDriver
-from nemo_flashrl.rollout.held_out import environment_errors, pass_at_k, success_by_class, success_rate
+from nemo_flashrl.rollout.metrics import environment_errors, pass_at_k, success_by_class, success_rate
 
 
 class EvaluationCallback(pl.Callback):

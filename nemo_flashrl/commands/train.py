@@ -45,7 +45,7 @@ def _presets() -> str:
 def _train(options: argparse.Namespace) -> int:
     from nemo_flashrl import config
     from nemo_flashrl.launch.parent import end_with_parent
-    from nemo_flashrl.launch.slurm import adopt_tasks
+    from nemo_flashrl.launch.processes import adopt_tasks
     from nemo_flashrl.weight_sync.hf_config import check_folder
 
     settings = config.load(options.config, options.overrides)

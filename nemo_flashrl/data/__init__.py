@@ -1,8 +1,7 @@
 """A collected batch -> this rank's microbatches, as tensors.
 
 datamodule.py         the Lightning side: collect, weigh, plan, hand each rank its share
-credit.py             rewards -> what each trajectory, and each turn, is trained on
-code_mask.py          which sampled tokens are code
+credit.py             rewards -> what each trajectory, each turn, and each token is trained on
 collate.py            one microbatch of trajectories -> tensors
 rank_step.py          one rank's share of a step, and what a callback may change of it
 context_parallel.py   a rank's share of a row

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_flashrl.algorithms.length_penalty import LengthPenalty
+from nemo_flashrl.algorithms.advantages import LengthPenalty
 from nemo_flashrl.config import RunConfig, load
 from nemo_flashrl.engines.factory import make_engine
 from nemo_flashrl.metrics.monitors import FEW_UNIQUE
@@ -22,7 +22,8 @@ from nemo_flashrl.metrics.trajectory_log import readable, trajectory_row
 from nemo_flashrl.preflight.prepare import Parts, prepare
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling
-from nemo_flashrl.rollout.held_out import evaluate, pass_at_k
+from nemo_flashrl.rollout.metrics import pass_at_k
+from nemo_flashrl.rollout.player import evaluate
 from nemo_flashrl.run.jsonl import read_json_lines
 from nemo_flashrl.run.record import read_run
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_flashrl.launch.slurm import adopt_tasks
+from nemo_flashrl.launch.processes import adopt_tasks
 
 WAIT_SECONDS = 60.0
 VISIBLE_SECONDS = 10.0  # what a network file system may take to show another host's file

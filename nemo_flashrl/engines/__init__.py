@@ -2,7 +2,7 @@
 
 base.py            the protocol, and the wrapper that lets requests finish before weights change
 factory.py         which engine a configuration asks for, and what it is wrapped in
-http.py            requests to servers, whichever they are
+http.py            requests to servers, whichever they are; what their log-probs are of
 http_refit.py      the same, and new weights for them
 server_pool.py     which servers are up, who gets the next request
 http_connection.py how a generation gets there and back
@@ -10,7 +10,6 @@ vllm.py            vLLM's routes; weights by folder, or a LoRA adapter alone
 vllm_broadcast.py  vLLM's routes; weights over the network
 sglang.py          SGLang's routes
 transformers.py    in the trainer's process
-logprob_check.py   what a server's log-probs are of
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from nemo_flashrl.engines.base import Context, Span
-from nemo_flashrl.engines.http import token_versions
+from nemo_flashrl.engines.http import check_sampling, token_versions
 from nemo_flashrl.engines.http_refit import RemoteEngine, Weights
-from nemo_flashrl.engines.logprob_check import check_sampling
 from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.weight_sync.hf_writer import write_peft

@@ -29,7 +29,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from nemo_flashrl.launch.parent import end_with_parent
-from nemo_flashrl.launch.slurm import hosts
+from nemo_flashrl.launch.processes import hosts
 
 POLL_SECONDS = 2.0
 

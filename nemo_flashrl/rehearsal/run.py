@@ -103,7 +103,8 @@ def _evaluate(config: RunConfig, parts: Parts, folder: Path, temperature: float)
     """Success of the policy in `folder`, loaded by transformers, on tasks outside the training set."""
     from nemo_flashrl.engines import TransformersEngine
     from nemo_flashrl.rollout.from_config import episode_limits, episode_sampling
-    from nemo_flashrl.rollout.held_out import evaluate, success_rate
+    from nemo_flashrl.rollout.metrics import success_rate
+    from nemo_flashrl.rollout.player import evaluate
 
     held_out = dataclasses.replace(
         parts.environment_settings, seed=2**30 + config.trainer.seed, num_tasks=EVALUATED_TASKS

@@ -22,8 +22,8 @@ from nemo_flashrl.rollout.chat_tokens import Codec
 from nemo_flashrl.rollout.curriculum import Curriculum, classes_of
 from nemo_flashrl.rollout.episode import Limits
 from nemo_flashrl.rollout.groups import LongPrompts
-from nemo_flashrl.rollout.held_out import evaluate, play_all
 from nemo_flashrl.rollout.messages import Plan
+from nemo_flashrl.rollout.player import evaluate, play_all
 from nemo_flashrl.rollout.prompts import PromptGroupSizes, PromptSource, PromptStream
 from nemo_flashrl.rollout.worker_pool import WorkerPool
 from nemo_flashrl.weight_sync.hf_config import read_hf_json, refuse_lfs_pointer

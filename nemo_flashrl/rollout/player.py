@@ -1,7 +1,8 @@
-"""Plays episodes in this process: what every episode of a run shares."""
+"""Plays episodes in this process: those of training one by one, held-out tasks all together."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -48,3 +49,36 @@ class Player:
             seed=self._seed,
         )
         return trajectory if self._novelty is None else await self._novelty(trajectory)
+
+
+async def evaluate(
+    engine: Engine,
+    make_environment: Callable[[], Environment],
+    tasks: Sequence[Any],
+    tokenizer: Any,
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    max_in_flight: int,
+    samples: int = 1,
+    seed: int = 0,
+) -> list[Trajectory]:
+    """`samples` episodes of each task, at most `max_in_flight` at a time; in the order of `tasks`, a task's together.
+
+    A task whose prompt leaves no room for an answer is one that was not solved.
+    """
+    player = Player(engine, make_environment, tasks, Codec(tokenizer), limits, seed=seed)
+    return await play_all(player.play, len(tasks), sampling, max_in_flight=max_in_flight, samples=samples)
+
+
+async def play_all(
+    play: Play, tasks: int, sampling: Sampling, *, max_in_flight: int, samples: int = 1
+) -> list[Trajectory]:
+    """As `evaluate`, of the first `tasks` that `play` knows."""
+    slots = asyncio.Semaphore(max_in_flight)
+
+    async def one(index: int, sample: int) -> Trajectory:
+        async with slots:
+            return await play(index, index, sample, sampling)
+
+    return list(await asyncio.gather(*(one(index, sample) for index in range(tasks) for sample in range(samples))))

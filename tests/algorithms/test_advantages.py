@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from nemo_flashrl.algorithms import group_advantages
-from nemo_flashrl.algorithms.advantages import CreditRules, Outcomes
+from nemo_flashrl.algorithms.advantages import CreditRules, LengthPenalty, Outcomes
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
-from nemo_flashrl.algorithms.length_penalty import LengthPenalty
 
 
 def outcomes(rewards, groups=None, counts=None, shaping=None, left_out=None, turn_rewards=()) -> Outcomes:

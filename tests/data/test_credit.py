@@ -11,18 +11,16 @@ import torch
 from doubles import STOP, TOKENIZER, ScriptedEngine, ScriptedEnvironment, ids, text_tokenizer
 from tiny import random_trajectories
 
-from nemo_flashrl.algorithms.advantages import CreditRules
+from nemo_flashrl.algorithms.advantages import CreditRules, LengthPenalty
 from nemo_flashrl.algorithms.algorithm import TokenBatch
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, FlashReinforceSettings
 from nemo_flashrl.algorithms.grpo import Grpo, GrpoSettings
-from nemo_flashrl.algorithms.length_penalty import LengthPenalty
 from nemo_flashrl.algorithms.unfused_loss import policy_loss
 from nemo_flashrl.batching.planner import BatchingSettings, LengthBatcher
 from nemo_flashrl.config import load
-from nemo_flashrl.data.code_mask import CodeMask, code_tokens
 from nemo_flashrl.data.collate import truncate
 from nemo_flashrl.data.context_parallel import context_share
-from nemo_flashrl.data.credit import TrajectoryCredit, trajectory_credit
+from nemo_flashrl.data.credit import CodeMask, TrajectoryCredit, code_tokens, trajectory_credit
 from nemo_flashrl.data.datamodule import plan_steps
 from nemo_flashrl.environments.environment import StepResult
 from nemo_flashrl.environments.tool_calls import MalformedCall, malformed

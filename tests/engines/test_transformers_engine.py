@@ -21,7 +21,7 @@ from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings
 from nemo_flashrl.records import Generation, Sampling
 from nemo_flashrl.rehearsal.warm_start import make_warm_start
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.held_out import evaluate
+from nemo_flashrl.rollout.player import evaluate
 
 ACTION = Sampling(max_tokens=8, stop_token_ids=(STOP,))
 PROMPTS = [ids("Q k 2 9 :"), ids("Q k 2 9 : get ( k 2 9 ) > k 4 0"), ids("Q"), ids("Q k 0 1 : get ( k 0 1 ) > v 5 5")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_flashrl.launch.slurm import adopt_tasks, hosts, tasks_per_node
+from nemo_flashrl.launch.processes import adopt_tasks, hosts, tasks_per_node
 
 TASK = {
     "SLURM_JOB_ID": "41234",

@@ -13,10 +13,10 @@ import pytest
 import torch
 from accelerator import TORCHES, act_as_accelerator
 from paths import ROOT
+from plain_policy_head import linear_logprob, linear_policy_loss
 from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
-from nemo_flashrl.ops.reference import linear_logprob, linear_policy_loss
 
 SIZES = [  # T, H, rows of the weight, true vocabulary, chunk
     (0, 8, 16, 16, 4),

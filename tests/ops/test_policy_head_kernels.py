@@ -18,6 +18,7 @@ from torch import Tensor
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are defined
 
 from accelerator import act_as_accelerator
+from plain_policy_head import linear_logprob
 
 from nemo_flashrl.ops import (
     fused_linear_gated_policy_loss,
@@ -25,7 +26,6 @@ from nemo_flashrl.ops import (
     fused_linear_policy_loss,
     kernels,
 )
-from nemo_flashrl.ops.reference import linear_logprob
 from nemo_flashrl.ops.softmax import ChunkStatistics
 
 pytestmark = pytest.mark.skipif(

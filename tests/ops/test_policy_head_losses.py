@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerator import act_as_accelerator
+from plain_policy_head import linear_logprob
 from torch import Tensor
 
 from nemo_flashrl.algorithms.algorithm import TokenBatch
 from nemo_flashrl.algorithms.flash_reinforce import FlashReinforce, flash_reinforce_loss
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
-from nemo_flashrl.ops.reference import linear_logprob
 
 T, H, V, CHUNK = 37, 16, 101, 10
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from plain_policy_head import linear_logprob
 from processes import fork_server
 from torch import Tensor
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_logprob, fused_linear_policy_loss
 from nemo_flashrl.ops import tensor_parallel as collectives
 from nemo_flashrl.ops.head import Head
-from nemo_flashrl.ops.reference import linear_logprob
 
 WORLD, H, PAD = 4, 24, 128
 WAYS = ["logprob", "single", "recomputed", "held", "given"]

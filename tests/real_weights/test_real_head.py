@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_policy_head import linear_policy_loss
 from real_models import MESSAGES
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_flashrl.ops import fused_linear_gated_policy_loss, fused_linear_policy_loss
-from nemo_flashrl.ops.reference import linear_policy_loss
 
 CHUNK = 24
 

@@ -17,7 +17,8 @@ from nemo_flashrl.environments.key_value_store import KeyValueStore, Settings, d
 from nemo_flashrl.records import Sampling
 from nemo_flashrl.rehearsal.warm_start import LOOK_BACK, demonstrate, make_tokenizer, make_warm_start
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.held_out import evaluate, success_rate
+from nemo_flashrl.rollout.metrics import success_rate
+from nemo_flashrl.rollout.player import evaluate
 
 
 def test_text_comes_back_from_a_saved_tokenizer(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from nemo_flashrl.environments.environment import Message, StepResult
 from nemo_flashrl.records import Trajectory
 from nemo_flashrl.rollout.collector import Collector
 from nemo_flashrl.rollout.episode import Limits
-from nemo_flashrl.rollout.held_out import environment_errors, evaluate, pass_at_k, success_by_class, success_rate
+from nemo_flashrl.rollout.metrics import environment_errors, pass_at_k, success_by_class, success_rate
+from nemo_flashrl.rollout.player import evaluate
 
 
 def samples(*solved: str):
