@@ -1,7 +1,7 @@
 """Log-probs and policy gradients of an output layer without its logits: torch and process groups,
 and Triton and apex where they are there.
 
-`reference` holds the plain formulas, `memory` what a pass takes on paper.
+`memory` is what a pass takes on paper.
 """
 
 from .fused_linear_gated_policy_loss import fused_linear_gated_policy_loss
