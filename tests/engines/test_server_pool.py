@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool
+from nemo_flashrl.engines.server_pool import Fault, Server, ServerPool, say
 
 
 async def adopt(server: Server) -> None:
@@ -14,7 +14,9 @@ async def adopt(server: Server) -> None:
 
 
 def pool_of_one() -> tuple[ServerPool, Server]:
-    pool = ServerPool(["http://127.0.0.1:9"], timeout=1.0, health_path="/health", health_seconds=60.0, adopt=adopt)
+    pool = ServerPool(
+        ["http://127.0.0.1:9"], timeout=1.0, health_path="/health", health_seconds=60.0, adopt=adopt, tell=say
+    )
     pool.servers[0].up = True
     return pool, pool.servers[0]
 
