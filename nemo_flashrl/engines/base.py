@@ -142,19 +142,26 @@ class DrainingEngine:
 
     async def load_weights(self, stream: NamedTensors, version: int) -> None:
         """As the engine's, once no request is in flight; `stream` is not touched before."""
+        await self.drain()
         try:
-            await self.drain()
             await self._engine.load_weights(stream, version)
         finally:
             self.reopen()
 
     async def drain(self) -> None:
-        """Hold up requests that come from now on, until `reopen`; returns once none is in flight."""
+        """Hold up requests that come from now on, until `reopen`; returns once none is in flight.
+
+        Where it is cancelled, requests go through again.
+        """
         assert self._open.is_set(), "weights are loaded one after another"
         self._open.clear()
-        while self._in_flight:
-            self._drained.clear()
-            await self._drained.wait()
+        try:
+            while self._in_flight:
+                self._drained.clear()
+                await self._drained.wait()
+        except asyncio.CancelledError:
+            self.reopen()
+            raise
 
     def reopen(self) -> None:
         """Let requests through again."""

@@ -21,14 +21,9 @@ VERSION_ROUTES = {"vllm": "/version", "sglang": "/get_server_info"}
 
 def make_engine(settings: RolloutConfig, model_path: str, vocab_size: int, context: int) -> Engine:
     """`context` is what an episode may come to, in tokens. Servers are first spoken to when something is asked."""
-    engine = _sampler(settings, model_path, vocab_size, context)
+    here = settings.engine == "transformers"
+    engine = engines.TransformersEngine(model_path) if here else make_remote(settings, vocab_size, context)
     return DrainingEngine(engine) if settings.mode == "async" else engine
-
-
-def _sampler(settings: RolloutConfig, model_path: str, vocab_size: int, context: int) -> Engine:
-    if settings.engine == "transformers":
-        return engines.TransformersEngine(model_path)
-    return make_remote(settings, vocab_size, context)
 
 
 def make_remote(settings: RolloutConfig, vocab_size: int, context: int) -> RemoteEngine:

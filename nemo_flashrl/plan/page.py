@@ -120,12 +120,7 @@ def sizes_of(run: RunConfig) -> dict[str, Any]:
     sizes = {
         **{"tp": run.parallel.tensor, "pp": run.parallel.pipeline, "cp": run.parallel.context},
         **{"context": run.model.context_length, "microbatch": run.batching.max_tokens_per_microbatch},
-        **{
-            "turns": run.rollout.max_turns,
-            "batch": run.rollout.batch_size,
-            "recompute": run.model.recompute,
-            "precision": run.model.precision,
-        },
+        **{"batch": run.rollout.batch_size, "recompute": run.model.recompute, "precision": run.model.precision},
         **{"head_chunk": run.model.head_chunk_tokens, "gpus": run.cluster.nodes * run.cluster.gpus_per_node},
         **{"reference": run.reference.mode, "sequence": run.parallel.sequence, "ep": run.parallel.expert},
         **{"lora_rank": run.lora.rank, "lora_targets": run.lora.targets, "keep": run.checkpoint.keep},

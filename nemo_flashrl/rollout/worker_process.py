@@ -49,10 +49,9 @@ class WorkerFactory:
 
     def kill(self, index: int) -> None:
         """End a worker; one that is not there yet ends with its connection."""
-        self._hear()
-        if index in self._pids:
+        if pid := self.pid(index):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pids[index], signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
     def pid(self, index: int) -> int | None:
         """The process of a worker that lives."""
